@@ -1,0 +1,30 @@
+"""Composition: many models' next-token distributions as one, in probability space.
+
+    from composition import RULES, compose_logits, ComposedForCausalLM
+
+A rule is one file in `composition.rules`; gate and EOS rule combine with any of them.
+"""
+
+from __future__ import annotations
+
+from composition.combination import Combination, compose_logits, parse_combination
+from composition.divergence import Divergences, divergences, log_partition
+from composition.errors import CompositionError
+from composition.model import ComposedForCausalLM
+from composition.rules import RULES
+from composition.scoring import score_continuations
+from composition.vocabulary import check_vocabularies
+
+__all__ = [
+    "RULES",
+    "Combination",
+    "ComposedForCausalLM",
+    "CompositionError",
+    "Divergences",
+    "check_vocabularies",
+    "compose_logits",
+    "divergences",
+    "log_partition",
+    "parse_combination",
+    "score_continuations",
+]

@@ -1,0 +1,16 @@
+"""The registry of composition rules."""
+
+from __future__ import annotations
+
+from composition.rules.contract import Rule
+from composition.rules.geometric_mean import GEOMETRIC_MEAN
+from composition.rules.mixture import MIXTURE
+from composition.rules.product import PRODUCT
+
+RULES: dict[str, Rule] = {
+    "product": PRODUCT,
+    "geometric_mean": GEOMETRIC_MEAN,
+    "mixture": MIXTURE,
+}
+
+__all__ = ["RULES", "Rule"]

@@ -1,0 +1,282 @@
+"""The command `mergescope`: thin over the packages, and the place where errors become words.
+
+Exit codes: 0 done; 2 the user's input is at fault, told in words; 1 anything else; 130
+interrupted. Heavy libraries are imported inside the commands, so that help and errors are quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Is adding skills in weight space the same as adding them in probability space?",
+)
+
+ExperimentFile = Annotated[Path, typer.Argument(metavar="EXPERIMENT.yaml", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder of the results; runs/NAME without it.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Only the first N items of each benchmark.")
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        envvar="MERGESCOPE_DATA",
+        help="Folder with local benchmark files; without it they come from the hub.",
+    ),
+]
+Unsafe = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-execution", help="Run generated programs without a sandbox. They can do anything."
+    ),
+]
+
+
+@app.command()
+def run(
+    experiment: ExperimentFile,
+    out: Out = None,
+    limit: Limit = None,
+    data_dir: DataDir = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier answers.")] = False,
+    unsafe_execution: Unsafe = False,
+) -> None:
+    """Run everything; the same command again finishes what is missing and repeats nothing."""
+    from evaluation.experiment import load_experiment
+    from evaluation.run import run_experiment
+
+    loaded = load_experiment(experiment, _folder(data_dir), unsafe_execution)
+    folder = out or Path("runs") / loaded.experiment.name
+    try:
+        run_experiment(
+            loaded,
+            folder,
+            limit=limit,
+            data_dir=data_dir,
+            fresh=fresh,
+            unsafe_execution=unsafe_execution,
+        )
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\nInterrupted. What is finished is kept in {folder}; the same command goes on from "
+            "there (without --fresh).",
+            err=True,
+        )
+        raise
+    _show(folder)
+
+
+@app.command()
+def validate(
+    experiment: ExperimentFile, data_dir: DataDir = None, unsafe_execution: Unsafe = False
+) -> None:
+    """Check an experiment and tell every fault, before any model is loaded."""
+    from evaluation.experiment import load_experiment
+    from evaluation.models import planned_models
+
+    loaded = load_experiment(experiment, _folder(data_dir), unsafe_execution)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}")
+    models = planned_models(loaded.experiment)
+    typer.echo(
+        f"{experiment} is valid: {len(models)} models x {len(loaded.experiment.benchmarks)} benchmarks"
+    )
+
+
+@app.command()
+def merge(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False)],
+) -> None:
+    """Merge checkpoints or LoRA adapters into one checkpoint."""
+    from evaluation.progress import steps
+    from merging import load_recipe, merge_to_folder
+
+    loaded = load_recipe(recipe)
+    with steps("merging") as step:
+        merge_to_folder(loaded, out, progress=step)
+    typer.echo(f"The merged model is in {out}")
+
+
+@app.command()
+def train(
+    expert: Annotated[Path, typer.Argument(metavar="EXPERT.yaml", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Fine-tune one expert, full or LoRA, from a base."""
+    _quiet()
+    from evaluation.progress import steps
+    from evaluation.training import load_expert_spec, train_expert
+
+    spec = load_expert_spec(expert)
+    with steps("training") as step:
+        train_expert(spec, out, data_dir=_folder(data_dir), progress=step)
+    typer.echo(f"The expert is in {out}")
+
+
+@app.command()
+def equivalence(
+    experiment: ExperimentFile, out: Out = None, limit: Limit = None, data_dir: DataDir = None
+) -> None:
+    """Compare every merge with its composition, token by token, and nothing else."""
+    from evaluation.experiment import load_experiment
+    from evaluation.run import measure_equivalence
+
+    loaded = load_experiment(experiment, _folder(data_dir))
+    folder = out or Path("runs") / loaded.experiment.name
+    measure_equivalence(loaded, folder, limit=limit, data_dir=data_dir)
+    _show_equivalence(folder)
+
+
+@app.command()
+def grade(
+    benchmark: Annotated[str, typer.Argument(metavar="humaneval_plus|mbpp_plus")],
+    samples: Annotated[Path, typer.Argument(metavar="SAMPLES.jsonl")],
+    out: Annotated[Path | None, typer.Option("--out", help="File of the verdicts.")] = None,
+    data_dir: DataDir = None,
+    unsafe_execution: Unsafe = False,
+) -> None:
+    """Grade programs made anywhere in the sandbox; prints pass@1."""
+    from evaluation.progress import steps
+    from evaluation.sandbox.grade import grade_file
+
+    target = out or samples.with_suffix(".verdicts.jsonl")
+    with steps("grading") as step:
+        summary = grade_file(
+            benchmark,
+            samples,
+            target,
+            data_dir=_folder(data_dir),
+            unsafe_execution=unsafe_execution,
+            progress=step,
+        )
+    typer.echo(summary)
+    typer.echo(f"The verdicts are in {target}")
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", show_default=False)],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the report.")] = None,
+) -> None:
+    """Write leaderboard, page and figures from one or many finished runs."""
+    from results.report import write_report
+
+    for path in write_report(*folders, out=out):
+        typer.echo(path)
+
+
+@app.command(name="list")
+def list_(what: Annotated[str, typer.Argument(metavar="methods|rules|benchmarks")]) -> None:
+    """What there is, with parameters and defaults."""
+    from evaluation.catalogue import CATALOGUES
+    from evaluation.errors import InputError
+    from evaluation.experiment import nearest
+
+    if what not in CATALOGUES:
+        raise InputError(f"cannot list {what!r}{nearest(what, list(CATALOGUES))}")
+    _table(CATALOGUES[what]())
+
+
+def _folder(data_dir: Path | None) -> Path | None:
+    from evaluation.errors import InputError
+
+    if data_dir is not None and not data_dir.is_dir():
+        raise InputError(
+            f"--data-dir: there is no folder {data_dir}; expected the folder with the benchmark "
+            "files (--data-dir or MERGESCOPE_DATA)"
+        )
+    return data_dir
+
+
+def _show(folder: Path) -> None:
+    import pandas as pd
+
+    from results import wide
+
+    _table(wide(pd.read_csv(folder / "leaderboard.csv")))
+    typer.echo("Scores with 95 % intervals.")
+    if (folder / "equivalence.csv").is_file():
+        _show_equivalence(folder)
+    typer.echo(f"The report is {folder / 'report.html'}")
+
+
+def _show_equivalence(folder: Path) -> None:
+    import pandas as pd
+
+    frame = pd.read_csv(folder / "equivalence.csv")
+    shown = frame[frame["metric"].isin(["kl", "top1_agreement"]) & (frame["alpha"] == 1.0)]
+    if shown.empty:
+        return
+    table = shown.assign(
+        value=[
+            f"{value:.4g} [{low:.4g}, {high:.4g}]"
+            for value, low, high in zip(
+                shown["value"], shown["ci_low"], shown["ci_high"], strict=True
+            )
+        ]
+    )
+    _table(table[["model", "reference", "prompts", "metric", "value", "n"]])
+
+
+def _table(frame: Any) -> None:
+    table = Table(*(str(column) for column in frame.columns))
+    for row in frame.itertuples(index=False):
+        table.add_row(*("" if value is None else str(value) for value in row))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _quiet() -> None:
+    """Other libraries' bars and notes would stand between the user and ours."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+FAULTS = {
+    "evaluation.errors": "InputError",
+    "merging.errors": "MergeError",
+    "composition.errors": "CompositionError",
+    "results.errors": "ResultsError",
+}
+
+
+def main() -> None:
+    """The entry point: runs a command and turns what went wrong into words and an exit code."""
+    # A class can only have been raised when its module was imported; no need to import the rest.
+    try:
+        sys.exit(app(standalone_mode=False))
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ValueError as error:
+        faults = tuple(
+            getattr(sys.modules[module], name)
+            for module, name in FAULTS.items()
+            if module in sys.modules
+        )
+        if not isinstance(error, faults):
+            raise
+        for line in str(error).splitlines():
+            typer.echo(f"error: {line}", err=True)
+        sys.exit(2)

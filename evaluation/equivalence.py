@@ -1,0 +1,320 @@
+"""Is a merge the same function as its composition? Measured token by token.
+
+For f affine in its parameters, merging task vectors and composing logits are the same function.
+In general their gap at task vectors scaled by alpha grows as alpha^2 and the KL divergence as
+alpha^4 (task arithmetic at lambda = 1; linear averages likewise for the geometric mean where the
+self-curvature cancels only in part). So every merge is compared with the composition it stands
+for, on reference texts, at several alphas, in float64: at alpha = 1/256 float32 has nothing left
+to measure.
+
+Transformers casts inside RMSNorm and softmax even in double models; `keep_double` stops that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from composition import compose_logits, divergences
+from evaluation.benchmarks import BENCHMARKS
+from evaluation.benchmarks.contract import Generate, Score, Settings
+from evaluation.engine import Runtime
+from evaluation.errors import InputError
+from evaluation.experiment import Experiment, benchmark_entry
+from evaluation.models import (
+    Family,
+    PlannedModel,
+    build,
+    choose_device,
+    identity,
+    load_tokenizer,
+    planned_models,
+    read_config,
+    resolved_parameters,
+)
+from evaluation.progress import Bar
+from evaluation.text import encode, encode_pair
+from merging import TensorSource, merged_tensors, parse_parameters
+from results import Divergence, Store
+
+CHUNK = 64  # positions whose logits are compared at a time: (k + 2) * CHUNK * V doubles
+
+
+class Text(NamedTuple):
+    """A reference text as ids; its tokens from `start` on are compared."""
+
+    prompts: str
+    item: str
+    ids: list[int]
+    start: int
+
+
+class Pair(NamedTuple):
+    """A merge and the composition it stands for."""
+
+    planned: PlannedModel
+    weights: list[float]
+
+    @property
+    def reference(self) -> str:
+        """The composition's name in the table, such as `product(1, 1)`."""
+        return f"product({', '.join(f'{weight:g}' for weight in self.weights)})"
+
+
+class ScaledSource:
+    """base + alpha * (expert - base) in float64, as a source of tensors."""
+
+    def __init__(self, base: TensorSource, expert: TensorSource, alpha: float) -> None:
+        self._base, self._expert, self._alpha = base, expert, alpha
+        self.folder = expert.folder
+
+    def names(self) -> list[str]:
+        return list(self._base.names())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._base.shape(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._base.dtype(name)
+        return torch.float64 if found.is_floating_point else found
+
+    def read(self, name: str) -> Tensor:
+        base = self._base.read(name)
+        if not base.is_floating_point():
+            return base
+        base = base.double()
+        return base + self._alpha * (self._expert.read(name).double() - base)
+
+    def digest(self) -> str:
+        content = f"{self._base.digest()} {self._expert.digest()} {self._alpha!r}"
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Leaves float64 tensors alone where model code asks for float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if double:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def keep_double() -> Iterator[None]:
+    """Within it, a model in float64 computes in float64 throughout."""
+    with _KeepDouble():
+        yield
+
+
+def pairs(experiment: Experiment) -> list[Pair]:
+    """Every merge with the weights of the composition that equals it to first order.
+
+    Task arithmetic and the trimmed methods stand for w_i = lambda * weight_i (for TIES, of the
+    experts as they are, unmasked); a normalised linear average for w_i = weight_i / sum.
+    """
+    count = len(experiment.experts)
+    found = []
+    for planned in planned_models(experiment):
+        if planned.kind != "merge" or planned.model is None:
+            continue
+        parameters = resolved_parameters(planned.model, count)
+        weights = list(planned.model.weights or [1.0] * count)
+        if planned.method == "linear":
+            total = sum(weights) if parameters.get("normalize", True) else 1.0
+            weights = [weight / total for weight in weights]
+        else:
+            weights = [float(parameters.get("lambda", 1.0)) * weight for weight in weights]
+        found.append(Pair(planned, weights))
+    return found
+
+
+def texts(
+    experiment: Experiment, settings: Settings, tokenizer: Any, model_type: str, limit: int | None
+) -> list[Text]:
+    """The reference texts of the experiment's prompt sets: a benchmark's reference solutions
+    where it has a log-likelihood form, else its prompts."""
+    spec = experiment.equivalence
+    if spec is None:
+        return []
+    count = spec.count if limit is None else min(limit, spec.count)
+    found = []
+    for name in spec.prompts:
+        scored = f"{name}_loglik"
+        entry = BENCHMARKS[scored] if scored in BENCHMARKS else benchmark_entry(name)
+        for item in entry.open(settings).items(count):
+            request = item.requests[0]
+            if isinstance(request, Score):
+                context, rest = encode_pair(tokenizer, request, model_type)
+                found.append(Text(name, item.id, context + rest, len(context)))
+            else:
+                text = request.prompt if isinstance(request, Generate) else request.text
+                found.append(Text(name, item.id, encode(tokenizer, text, model_type), 1))
+    return [text for text in found if len(text.ids) > text.start]
+
+
+def steps(experiment: Experiment, limit: int | None) -> int:
+    """Units of work that `measure` reports, for a progress bar."""
+    spec = experiment.equivalence
+    if spec is None:
+        return 0
+    count = spec.count if limit is None else min(limit, spec.count)
+    return len(spec.alphas) * count * len(spec.prompts)
+
+
+def measure(
+    experiment: Experiment,
+    family: Family,
+    settings: Settings,
+    store: Store,
+    bar: Bar,
+    limit: int | None = None,
+) -> None:
+    """Compares every merge with its composition; what the store already holds is not repeated.
+
+    Raises:
+        InputError: float64 is not to be had on the device.
+    """
+    spec, compared = experiment.equivalence, pairs(experiment)
+    if spec is None or not compared:
+        return
+    folder = family.base.folder
+    tokenizer = load_tokenizer(folder)
+    model_type = str(read_config(folder).get("model_type", ""))
+    found = texts(experiment, settings, tokenizer, model_type, limit)
+    keys = {
+        (alpha, pair.planned.name, text.prompts, text.item): _key(pair, family, alpha, text)
+        for alpha in spec.alphas
+        for pair in compared
+        for text in found
+    }
+    store.select_divergences(keys.values())
+    done = store.finished_divergences(keys.values())
+    for alpha in spec.alphas:
+        missing = [
+            text
+            for text in found
+            if any(
+                keys[alpha, p.planned.name, text.prompts, text.item] not in done for p in compared
+            )
+        ]
+        bar.advance(len(found) - len(missing))
+        if not missing:
+            continue
+        bar.describe(f"equivalence · alpha {alpha:g}")
+        models = _models(experiment, family, compared, alpha)
+        for text in missing:
+            store.add_divergences(_compare(models, compared, text, alpha, keys))
+            bar.advance()
+
+
+def _key(pair: Pair, family: Family, alpha: float, text: Text) -> str:
+    content = {
+        "merge": identity(pair.planned, family),
+        "weights": pair.weights,
+        "alpha": alpha,
+        "ids": text.ids,
+        "start": text.start,
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _models(
+    experiment: Experiment, family: Family, compared: Sequence[Pair], alpha: float
+) -> dict[str, Any]:
+    """Base, experts and merges with task vectors scaled by alpha, in float64."""
+    device = choose_device(experiment.generation.device)
+    if device.type == "mps":  # has no float64
+        device = torch.device("cpu")
+    base = ScaledSource(family.base, family.base, 0.0)
+    experts = {
+        name: ScaledSource(family.base, expert, alpha) for name, expert in family.experts.items()
+    }
+    folder = family.base.folder
+
+    def ready(state: Mapping[str, Tensor]) -> Any:
+        return build(folder, state, torch.float64, device)
+
+    models = {"base": ready({name: base.read(name) for name in base.names()})}
+    for name, expert in experts.items():
+        models[name] = ready({tensor: expert.read(tensor) for tensor in expert.names()})
+    for pair in compared:
+        model = pair.planned.model
+        if model is None or model.method is None:
+            continue
+        models[pair.planned.name] = ready(
+            dict(
+                merged_tensors(
+                    base,
+                    list(experts.values()),
+                    model.method,
+                    weights=model.weights,
+                    parameters=parse_parameters(model.method, model.parameters),
+                    dtype=torch.float64,
+                )
+            )
+        )
+    return models
+
+
+@torch.inference_mode()
+def _compare(
+    models: Mapping[str, Any],
+    compared: Sequence[Pair],
+    text: Text,
+    alpha: float,
+    keys: Mapping[tuple[float, str, str, str], str],
+) -> list[Divergence]:
+    """One row a merge: the measures summed over the text's tokens."""
+    merged = [pair.planned.name for pair in compared]
+    experts = [name for name in models if name != "base" and name not in merged]
+    positions = torch.arange(text.start - 1, len(text.ids) - 1)
+    logits = {name: _logits(model, text.ids, positions) for name, model in models.items()}
+    sums: dict[str, dict[str, float]] = {name: {} for name in merged}
+    for rows in positions.new_tensor(range(len(positions))).split(CHUNK):
+        part = {name: values[rows] for name, values in logits.items()}  # (CHUNK, V) each
+        for pair in compared:
+            composed = compose_logits(
+                part["base"], [part[expert] for expert in experts], weights=pair.weights
+            )
+            total = sums[pair.planned.name]
+            for measure, values in divergences(composed, part[pair.planned.name]).items():
+                total[measure] = total.get(measure, 0.0) + float(values.double().sum())
+    return [
+        Divergence(
+            key=keys[alpha, pair.planned.name, text.prompts, text.item],
+            model=pair.planned.name,
+            reference=pair.reference,
+            prompts=text.prompts,
+            alpha=alpha,
+            prompt=text.item,
+            tokens=len(positions),
+            **sums[pair.planned.name],
+        )
+        for pair in compared
+    ]
+
+
+def _logits(model: Any, ids: Sequence[int], positions: Tensor) -> Tensor:
+    """Float64 logits at some positions of a text, (positions, V)."""
+    row = torch.tensor([list(ids)], device=model.device)
+    with keep_double():
+        output = model(input_ids=row, logits_to_keep=positions.to(model.device))
+    logits: Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,100 @@
+"""A progress bar with an ETA; where there is no terminal, a plain line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeElapsedColumn as Elapsed
+
+SECONDS_BETWEEN_LINES = 10.0
+
+Step = Callable[[int, int], None]
+"""A callback (done, total) such as training and merging call."""
+
+
+class Bar(Protocol):
+    """One bar: `total` units of work, told as they are done."""
+
+    def advance(self, units: float = 1) -> None: ...
+
+    def describe(self, text: str) -> None: ...
+
+
+class _TerminalBar:
+    def __init__(self, progress: Progress, text: str, total: float) -> None:
+        self._progress, self._task = progress, progress.add_task(text, total=total)
+
+    def advance(self, units: float = 1) -> None:
+        self._progress.advance(self._task, units)
+
+    def describe(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+
+class _LineBar:
+    """For logs and pipes: `42% letters · logit, 0:35 left` at most every ten seconds."""
+
+    def __init__(self, text: str, total: float) -> None:
+        self._text, self._total, self._done = text, total, 0.0
+        self._start = self._last = time.monotonic()
+
+    def advance(self, units: float = 1) -> None:
+        self._done += units
+        now = time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_LINES or self._done <= 0:
+            return
+        self._last = now
+        left = (now - self._start) * (self._total - self._done) / self._done
+        print(
+            f"{self._done / self._total:4.0%} {self._text}, {_clock(left)} left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def describe(self, text: str) -> None:
+        self._text = text
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextmanager
+def bar(text: str, total: float) -> Iterator[Bar]:
+    """Shows progress on standard error until the block ends."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _LineBar(text, max(total, 1))
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        Elapsed(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _TerminalBar(progress, text, total)
+
+
+@contextmanager
+def steps(text: str) -> Iterator[Step]:
+    """A bar for work that reports (done, total) itself, such as training or merging."""
+    with bar(text, 1.0) as shown:
+        before = 0.0
+
+        def step(done: int, total: int) -> None:
+            nonlocal before
+            share = done / max(total, 1)
+            shown.advance(share - before)
+            before = share
+
+        yield step

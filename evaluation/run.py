@@ -1,0 +1,384 @@
+"""Runs an experiment: plan, answer, score, store, compare, report; resumable at every step.
+
+An item's key is the digest of everything that determines its answer: the model's weights and
+recipe, the requests, the generation settings and the versions. What the store holds under that
+key is not asked again, whichever run put it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from evaluation import equivalence
+from evaluation.benchmarks.contract import Benchmark, BenchmarkEntry, Form, Item, Output
+from evaluation.engine import Runtime, answer
+from evaluation.errors import InputError
+from evaluation.experiment import (
+    Experiment,
+    Letters,
+    Loaded,
+    ModelReference,
+    benchmark_entry,
+    benchmark_name,
+    settings_for,
+)
+from evaluation.letters import letters_checkpoint
+from evaluation.models import (
+    Family,
+    PlannedModel,
+    choose_device,
+    identity,
+    load,
+    open_family,
+    planned_models,
+    tokenizer_digest,
+)
+from evaluation.progress import Bar, bar, steps
+from evaluation.references import Reference, fetch, resolve, search_path
+from results import Answer, Cell, Store
+from results.report import write_report
+
+VERSIONS = ("mergescope", "torch", "transformers", "peft", "lm-eval", "evalplus", "datasets")
+
+
+class Bench(NamedTuple):
+    """An opened benchmark with the items of this run."""
+
+    name: str
+    entry: BenchmarkEntry
+    benchmark: Benchmark
+    items: Sequence[Item]
+
+
+class Task(NamedTuple):
+    """One model on one benchmark: its items and the keys of their answers."""
+
+    planned: PlannedModel
+    bench: Bench
+    keys: list[str]
+
+
+def run_experiment(
+    loaded: Loaded,
+    out: Path,
+    *,
+    limit: int | None = None,
+    data_dir: Path | None = None,
+    fresh: bool = False,
+    unsafe_execution: bool = False,
+) -> list[Path]:
+    """Runs what is missing of an experiment and writes its results under `out`.
+
+    Args:
+        limit: the first so many items of each benchmark; None for all.
+        fresh: forget earlier answers in `out`.
+
+    Returns:
+        The files of the report.
+
+    Raises:
+        InputError: the input is at fault; told before any benchmark is run.
+    """
+    experiment = loaded.experiment
+    choose_device(experiment.generation.device)
+    _check_writable(out)
+    with Store(out / "records.sqlite", fresh=fresh) as store:
+        settings = settings_for(experiment, data_dir, unsafe_execution)
+        benches = [
+            _open_bench(benchmark, experiment, settings, limit)
+            for benchmark in experiment.benchmarks
+        ]
+        families = _families(loaded, out, data_dir, benches)
+        tasks = plan(experiment, families, benches)
+        store.set_plan([_cell(task, experiment) for task in tasks])
+        _write_provenance(loaded, out, families, benches, limit)
+        _answer_all(experiment, families, tasks, store)
+        _measure(experiment, families.get("causal"), settings, store, limit)
+    return write_report(out)
+
+
+def measure_equivalence(
+    loaded: Loaded, out: Path, *, limit: int | None = None, data_dir: Path | None = None
+) -> list[Path]:
+    """Only the comparison of merges with compositions; the plan in `out` stays as it is."""
+    experiment = loaded.experiment
+    if experiment.equivalence is None:
+        raise InputError(
+            f"{loaded.path}: the key `equivalence` is missing; expected prompts, count and alphas"
+        )
+    _check_writable(out)
+    with Store(out / "records.sqlite") as store:
+        families = _families(loaded, out, data_dir, [])
+        settings = settings_for(experiment, data_dir)
+        _measure(experiment, families["causal"], settings, store, limit)
+    return write_report(out)
+
+
+def plan(
+    experiment: Experiment, families: Mapping[Form, Family], benches: Sequence[Bench]
+) -> list[Task]:
+    """Every model on every benchmark, model by model so that each is loaded once."""
+    protocol = {
+        "generation": experiment.generation.model_dump(exclude={"batch_size"}),
+        "device": choose_device(experiment.generation.device).type,
+        "seed": experiment.seed,
+        "versions": {name: version(name) for name in VERSIONS},
+    }
+    tasks = []
+    for form in dict.fromkeys(bench.entry.form for bench in benches):
+        family = families[form]
+        shared = {**protocol, "tokenizer": tokenizer_digest(family.base.folder)}
+        for planned in planned_models(experiment):
+            who = identity(planned, family)
+            for bench in benches:
+                if bench.entry.form == form:
+                    about = {**shared, **who, "benchmark": [bench.name, bench.benchmark.version]}
+                    keys = [_digest({**about, "item": _requests(item)}) for item in bench.items]
+                    tasks.append(Task(planned, bench, keys))
+    return tasks
+
+
+def _requests(item: Item) -> list[Any]:
+    return [item.id, *(asdict(request) for request in item.requests)]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"the results cannot be written to {out}: {error.strerror}. Name another folder with --out"
+        ) from None
+
+
+def _open_bench(benchmark: Any, experiment: Experiment, settings: Any, limit: int | None) -> Bench:
+    name, entry = benchmark_name(benchmark), benchmark_entry(benchmark)
+    opened = entry.open(settings)
+    items = opened.items(limit)
+    if not items:
+        raise InputError(f"benchmarks: {name} has no items; look at its data file")
+    return Bench(name, entry, opened, items)
+
+
+def _families(
+    loaded: Loaded, out: Path, data_dir: Path | None, benches: Sequence[Bench]
+) -> dict[Form, Family]:
+    """The base and experts in each form that the benchmarks need."""
+    experiment = loaded.experiment
+    forms: list[Form] = ["causal", *(bench.entry.form for bench in benches)]
+    folders = search_path(loaded.path.resolve(), data_dir)
+    families: dict[Form, Family] = {}
+    for form in dict.fromkeys(forms):
+        named = {"base": experiment.base, **experiment.experts}
+        references: dict[str, Reference] = {}
+        for name, reference in named.items():
+            base = None if name == "base" else references["base"].path
+            references[name] = _reference(reference, form, base, experiment.seed, out, folders)
+        base_reference = references.pop("base")
+        families[form] = open_family(base_reference, references, experiment.generation.dtype)
+    return families
+
+
+def _reference(
+    reference: ModelReference,
+    form: Form,
+    base: Path | None,
+    seed: int,
+    out: Path,
+    folders: Sequence[Path],
+) -> Reference:
+    if isinstance(reference, Letters):
+        label = f"training {reference.letters} ({form})"
+        with steps(label) as step:
+            folder = letters_checkpoint(
+                reference.letters, form, seed, out / "models", base=base, progress=step
+            )
+        return Reference(f"letters:{reference.letters}", "checkpoint", folder)
+    return fetch(resolve(reference, folders), folders)
+
+
+def _cell(task: Task, experiment: Experiment) -> Cell:
+    entry, planned = task.bench.entry, task.planned
+    protocol = {
+        "generation": experiment.generation.model_dump(exclude={"batch_size"}),
+        "version": task.bench.benchmark.version,
+    }
+    return Cell(
+        model=planned.name,
+        kind=planned.kind,
+        method=planned.method,
+        benchmark=task.bench.name,
+        metric=entry.metric,
+        binary=entry.binary,
+        higher_is_better=entry.higher_is_better,
+        protocol=_digest(protocol)[:16],
+        items=tuple(zip((item.id for item in task.bench.items), task.keys, strict=True)),
+    )
+
+
+def _answer_all(
+    experiment: Experiment,
+    families: Mapping[Form, Family],
+    tasks: Sequence[Task],
+    store: Store,
+) -> None:
+    done = store.finished(key for task in tasks for key in task.keys)
+    open_tasks = [task for task in tasks if set(task.keys) - done]
+    total = sum(len(set(task.keys) - done) * task.planned.components for task in open_tasks)
+    with bar("evaluation", total) as shown:
+        for planned, form, group in _by_model(open_tasks):
+            shown.describe(f"{planned.name} · loading")
+            runtime = load(planned, families[form], experiment)
+            for task in group:
+                shown.describe(f"{planned.name} · {task.bench.name}")
+                done |= _answer_task(experiment, runtime, task, done, store, shown)
+            del runtime
+
+
+def _by_model(tasks: Sequence[Task]) -> Iterator[tuple[PlannedModel, Form, list[Task]]]:
+    groups: dict[tuple[str, Form], list[Task]] = {}
+    for task in tasks:
+        groups.setdefault((task.planned.name, task.bench.entry.form), []).append(task)
+    for (_, form), group in groups.items():
+        yield group[0].planned, form, group
+
+
+def _answer_task(
+    experiment: Experiment,
+    runtime: Runtime,
+    task: Task,
+    done: set[str],
+    store: Store,
+    shown: Bar,
+) -> set[str]:
+    """Answers, scores and stores the open items of one cell, one batch after the other."""
+    todo = [
+        (item, key)
+        for item, key in zip(task.bench.items, task.keys, strict=True)
+        if key not in done
+    ]
+    requests = [request for item, _ in todo for request in item.requests]
+    owners = [place for place, (item, _) in enumerate(todo) for _ in item.requests]
+    outputs: list[dict[int, Output]] = [{} for _ in todo]
+    first = [owners.index(place) for place in range(len(todo))]
+    try:
+        for batch in answer(runtime, requests, experiment.generation.batch_size):
+            complete = []
+            for index, output in batch:
+                place = owners[index]
+                outputs[place][index - first[place]] = output
+                if len(outputs[place]) == len(todo[place][0].requests):
+                    complete.append(place)
+            _store(experiment, task, [(*todo[place], outputs[place]) for place in complete], store)
+            shown.advance(len(complete) * task.planned.components)
+    except InputError as error:
+        raise InputError(
+            [f"{task.planned.name} on {task.bench.name}: {fault}" for fault in error.faults]
+        ) from None
+    return {key for _, key in todo}
+
+
+def _store(
+    experiment: Experiment,
+    task: Task,
+    complete: Sequence[tuple[Item, str, Mapping[int, Output]]],
+    store: Store,
+) -> None:
+    if not complete:
+        return
+    items = [item for item, _, _ in complete]
+    outputs = [[found[place] for place in sorted(found)] for _, _, found in complete]
+    scores = task.bench.benchmark.score(items, outputs)
+    answers = []
+    for (item, key, _), answered, metrics in zip(complete, outputs, scores, strict=True):
+        answers.append(
+            Answer(
+                key=key,
+                benchmark=task.bench.name,
+                item=item.id,
+                prompt_digest=_digest(_requests(item)),
+                completion=_completion(answered),
+                score=metrics[task.bench.entry.metric],
+                metrics=metrics,
+                truncated=any(output.truncated for output in answered),
+                prompt_tokens=sum(output.prompt_tokens for output in answered),
+                completion_tokens=sum(output.tokens for output in answered),
+                seconds=sum(output.seconds for output in answered),
+                dtype=experiment.generation.dtype,
+                batch_size=experiment.generation.batch_size,
+            )
+        )
+    store.add(answers)
+
+
+def _completion(outputs: Sequence[Output]) -> str:
+    """The generated text; for scored requests their log-probabilities, a line each."""
+    return "\n".join(output.text or f"{output.logprob!r}" for output in outputs)
+
+
+def _measure(
+    experiment: Experiment,
+    family: Family | None,
+    settings: Any,
+    store: Store,
+    limit: int | None,
+) -> None:
+    if family is None or experiment.equivalence is None:
+        return
+    with bar("equivalence", equivalence.steps(experiment, limit)) as shown:
+        equivalence.measure(experiment, family, settings, store, shown, limit)
+
+
+def _write_provenance(
+    loaded: Loaded,
+    out: Path,
+    families: Mapping[Form, Family],
+    benches: Sequence[Bench],
+    limit: int | None,
+) -> None:
+    """The resolved experiment beside the results; it can be run again as it is."""
+    import torch
+
+    experiment = loaded.experiment
+    resolved = experiment.model_dump(mode="json", by_alias=True, exclude_none=True)
+    resolved["provenance"] = {
+        "limit": limit,
+        "models": {
+            form: {
+                "base": family.base.digest(),
+                **{name: expert.digest() for name, expert in family.experts.items()},
+            }
+            for form, family in families.items()
+        },
+        "benchmarks": {bench.name: bench.benchmark.version for bench in benches},
+        "items": {bench.name: len(bench.items) for bench in benches},
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in VERSIONS}},
+        "hardware": {
+            "machine": platform.machine(),
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": str(choose_device(experiment.generation.device)),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+    text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
+    partial = out / f".experiment.yaml.{os.getpid()}"
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(out / "experiment.yaml")

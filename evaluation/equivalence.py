@@ -225,6 +225,7 @@ def measure(
 
 def _key(pair: Pair, family: Family, alpha: float, text: Text) -> str:
     content = {
+        "model": pair.planned.name,
         "merge": identity(pair.planned, family),
         "weights": pair.weights,
         "alpha": alpha,

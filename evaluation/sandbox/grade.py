@@ -1,0 +1,201 @@
+"""Programs in, verdicts out.
+
+A program is run twice, on the base and then on the extra inputs, each time in a fresh process;
+values come out one by one and are judged here; the first wrong one ends the run. The limits are
+evalplus's current ones: an input may take 4 s, or four times what the reference solution took, and
+all of them together a minute. What hit a time limit is run once more at the end, alone, since a
+busy machine must not fail a right program.
+
+pass@1 with one greedy sample a problem is the share of right programs (Chen et al. 2021).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from evaluation.errors import InputError
+from evaluation.sandbox.bubblewrap import sandbox_faults
+from evaluation.sandbox.oracles import wants_set
+from evaluation.sandbox.pool import counter, in_sandboxes
+from evaluation.sandbox.problems import RELEASES, Problem, Tests, load_problems
+from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
+from evaluation.sandbox.samples import Sample, read_samples
+from evaluation.sandbox.truth import TESTS, Truth, find_truth, load_truth, truth_path
+from evaluation.sandbox.values import Judge, most_bytes
+
+MIN_SECONDS = 4.0  # an input
+FACTOR = 4.0  # times the reference solution's seconds
+TOTAL_SECONDS = 60.0  # base or plus
+REASON_LETTERS = 80  # of a value, in a verdict's reason
+
+Status = Literal["pass", "fail", "timeout", "crash"]
+Step = Callable[[int, int], None]
+"""Told (done, total) as work goes on."""
+
+
+class Verdict(NamedTuple):
+    """What became of a sample: `base` of the original tests, `plus` of those and the extra ones."""
+
+    task_id: str
+    status: Status
+    base: bool
+    plus: bool
+    reason: str  # empty for a pass
+    seconds: float  # in the sandbox
+
+
+def grade(
+    problems: Mapping[str, Problem],
+    samples: Sequence[Sample],
+    workers: int = 2,
+    unsafe: bool = False,
+    progress: Step | None = None,
+) -> list[Verdict]:
+    """Grades samples, in their order.
+
+    Args:
+        problems: by task id; every sample's task must be among them.
+        samples: any number, also several of one task.
+        workers: sandboxes at a time.
+        unsafe: without bubblewrap, for those who asked for it.
+        progress: called as reference solutions and samples are done.
+
+    Raises:
+        InputError: there is no sandbox, or the data's reference solutions do not run.
+    """
+    if faults := sandbox_faults(unsafe):
+        raise InputError(faults)
+    tasks = list(dict.fromkeys(sample.task_id for sample in samples))
+    step = counter(len(tasks) + len(samples), progress)
+
+    def prepare(task_id: str, sandbox: Sandbox) -> Path:
+        path = truth_path(problems[task_id])
+        if load_truth(path) is None:
+            find_truth(problems[task_id], path, sandbox)
+        return path
+
+    def judge(sample: Sample, sandbox: Sandbox) -> Verdict:
+        return _verdict(problems[sample.task_id], paths[sample.task_id], sample, sandbox)
+
+    # Reference solutions have sandboxes of their own: no hostile program was ever near them.
+    paths = dict(zip(tasks, in_sandboxes(prepare, tasks, workers, unsafe, step), strict=True))
+    verdicts = in_sandboxes(judge, samples, workers, unsafe, step)
+    with Sandbox(unsafe) as sandbox:
+        return [
+            judge(sample, sandbox) if verdict.status == "timeout" else verdict
+            for sample, verdict in zip(samples, verdicts, strict=True)
+        ]
+
+
+def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> Verdict:
+    truth = load_truth(path)
+    if truth is None:
+        raise InputError(f"{path}: gone or damaged while grading; start again")
+    started = time.monotonic()
+    passed: dict[Tests, bool] = dict.fromkeys(TESTS, False)
+    status: Status = "pass"
+    reason = ""
+    for tests in TESTS:
+        try:
+            _run_tests(problem, sample, truth[tests], sandbox)
+        except Stopped as stopped:
+            status, reason = stopped.status, f"{tests} tests: {stopped.reason}"
+            break
+        passed[tests] = True
+    seconds = round(time.monotonic() - started, 3)
+    return Verdict(problem.task_id, status, passed["base"], passed["plus"], reason, seconds)
+
+
+def _run_tests(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox) -> None:
+    """Runs a program on the inputs; raises `Stopped` at the first that is not right."""
+    limits = [max(MIN_SECONDS, FACTOR * seconds) for seconds in truth.seconds]
+    budget = Budget(
+        loading_seconds=MIN_SECONDS,
+        seconds=limits,
+        total_seconds=max(min(TOTAL_SECONDS, sum(limits)), FACTOR * sum(truth.seconds)),
+        reply_bytes=[most_bytes(value) for value in truth.values],
+    )
+    program = Program(sample.solution, problem.entry_point, sample.trim, wants_set(problem))
+    judge = Judge(problem, truth.inputs, truth.values)
+    with closing(sandbox.run(program, truth.inputs, budget)) as replies:
+        for place, reply in enumerate(replies, -1):  # the first tells how loading went
+            where = f"input {place}" if place >= 0 else "loading the program"
+            if reply.returned is None:
+                raise Stopped("fail", f"{where} raised {reply.raised}")
+            if place >= 0 and not judge.right(place, reply.returned):
+                found, wanted = _short(reply.returned), _short(truth.values[place])
+                raise Stopped("fail", f"{where} returned {found}, expected {wanted}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= REASON_LETTERS else text[:REASON_LETTERS] + "..."
+
+
+class Summary(NamedTuple):
+    """pass@1, in [0, 1]: the mean over tasks of the share of their samples that pass."""
+
+    benchmark: str
+    samples: int
+    base: float
+    plus: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.benchmark}: pass@1 {self.plus:.4f} (base and extra tests), "
+            f"{self.base:.4f} (base tests alone), {self.samples} samples"
+        )
+
+
+def grade_file(
+    benchmark: str,
+    samples_path: Path,
+    out: Path,
+    *,
+    data_dir: Path | None = None,
+    unsafe_execution: bool = False,
+    progress: Step | None = None,
+    workers: int = 2,
+) -> Summary:
+    """Grades a file of samples made anywhere and writes one JSON line a sample to `out`.
+
+    The samples are lines of JSON with `task_id` and `solution` (a whole program), or `completion`
+    (what follows the prompt): evalplus's format, any subset of the tasks.
+
+    Raises:
+        InputError: with every fault of the benchmark's name, the file or the sandbox.
+    """
+    if benchmark not in RELEASES:
+        raise InputError(f"unknown benchmark {benchmark!r}; expected one of {', '.join(RELEASES)}")
+    if not out.parent.is_dir() or out.is_dir():
+        raise InputError(f"{out}: expected a file in a folder that exists")
+    problems = load_problems(benchmark, data_dir).by_id
+    samples = read_samples(samples_path, problems)
+    verdicts = grade(problems, samples, workers, unsafe_execution, progress)
+    _write(out, "".join(json.dumps(verdict._asdict()) + "\n" for verdict in verdicts))
+    by_task: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_task.setdefault(verdict.task_id, []).append(verdict)
+    return Summary(
+        benchmark,
+        samples=len(verdicts),
+        base=fmean(fmean(verdict.base for verdict in each) for each in by_task.values()),
+        plus=fmean(fmean(verdict.plus for verdict in each) for each in by_task.values()),
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        Path(file.name).chmod(0o644)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None

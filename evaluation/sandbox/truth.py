@@ -1,0 +1,107 @@
+"""What the reference solutions return, found in the sandbox and kept on disk.
+
+One file a problem below `$XDG_CACHE_HOME/mergescope/ground_truth` (`~/.cache` by default), named
+by the digest of everything that decides its content, written whole or not at all. Expected values
+stay the text they came as (codec.py): most comparisons need no more, and an output of a gigabyte
+(Mbpp/255) is a digest.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import zlib
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from evaluation.errors import InputError
+from evaluation.sandbox.codec import encode
+from evaluation.sandbox.oracles import wants_set
+from evaluation.sandbox.problems import Problem, Tests
+from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
+from evaluation.sandbox.values import MOST
+
+VERSION = "1"  # of the grader: raise it when verdicts may change
+REFERENCE_SECONDS = 300.0  # the slowest, Mbpp/255, takes ten on an idle core
+TESTS: tuple[Tests, Tests] = ("base", "plus")
+
+
+class Truth(NamedTuple):
+    """The tests of one kind, one entry an input."""
+
+    inputs: list[str]  # lists of arguments, as text
+    values: list[str]  # what the reference solution returns, as text
+    seconds: list[float]  # what it took
+
+
+def truth_path(problem: Problem) -> Path:
+    """The file of a problem's truth; creates the folder, raises `InputError` where it cannot."""
+    decisive = (VERSION, platform.python_version(), np.__version__, problem)
+    digest = hashlib.sha256(repr(decisive).encode()).hexdigest()
+    return _folder() / f"{problem.task_id.replace('/', '_')}-{digest[:20]}.json.gz"
+
+
+def load_truth(path: Path) -> dict[Tests, Truth] | None:
+    """The truth in a file; None where it is missing or damaged, and so to be found again."""
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            stored = json.load(file)
+        return {tests: Truth(**stored[tests]) for tests in TESTS}
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> None:
+    """Runs the reference solution and stores what it returns.
+
+    Raises:
+        InputError: it raises, ends or takes too long: the data file is not evalplus's.
+    """
+    stored = {tests: _run(problem, tests, sandbox)._asdict() for tests in TESTS}
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(gzip.compress(json.dumps(stored).encode("ascii"), 5))
+    Path(file.name).replace(path)
+
+
+def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:
+    program = Program(problem.reference, problem.entry_point, as_set=wants_set(problem))
+    truth = Truth([encode(arguments) for arguments in problem.inputs(tests)], [], [])
+    count = len(truth.inputs)
+    budget = Budget(
+        REFERENCE_SECONDS, [REFERENCE_SECONDS] * count, REFERENCE_SECONDS, [MOST] * count
+    )
+    try:
+        with closing(sandbox.run(program, truth.inputs, budget)) as replies:
+            for place, reply in enumerate(replies, -1):  # the first tells how loading went
+                if reply.returned is None:
+                    raise Stopped("fail", f"it raised {reply.raised}")
+                if place >= 0:
+                    truth.values.append(reply.returned)
+                    truth.seconds.append(round(reply.seconds, 6))
+    except Stopped as stopped:
+        raise InputError(
+            f"{problem.task_id}: the reference solution does not run in the sandbox "
+            f"({stopped.reason}); use the data file of evalplus's release"
+        ) from None
+    return truth
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "mergescope" / "ground_truth"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(
+            f"{folder}: cannot be written ({error.strerror}); the outputs of the reference "
+            "solutions are kept there, set XDG_CACHE_HOME to another folder"
+        ) from None
+    return folder

@@ -56,6 +56,7 @@ def run(
     unsafe_execution: Unsafe = False,
 ) -> None:
     """Run everything; the same command again finishes what is missing and repeats nothing."""
+    _quiet()
     from evaluation.experiment import load_experiment
     from evaluation.run import run_experiment
 
@@ -134,6 +135,7 @@ def equivalence(
     experiment: ExperimentFile, out: Out = None, limit: Limit = None, data_dir: DataDir = None
 ) -> None:
     """Compare every merge with its composition, token by token, and nothing else."""
+    _quiet()
     from evaluation.experiment import load_experiment
     from evaluation.run import measure_equivalence
 

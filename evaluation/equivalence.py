@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 from composition import compose_logits, divergences
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import Generate, Score, Settings
-from evaluation.engine import Runtime
-from evaluation.errors import InputError
 from evaluation.experiment import Experiment, benchmark_entry
 from evaluation.models import (
     Family,
@@ -288,14 +285,16 @@ def _compare(
     positions = torch.arange(text.start - 1, len(text.ids) - 1)
     logits = {name: _logits(model, text.ids, positions) for name, model in models.items()}
     sums: dict[str, dict[str, float]] = {name: {} for name in merged}
-    for rows in positions.new_tensor(range(len(positions))).split(CHUNK):
-        part = {name: values[rows] for name, values in logits.items()}  # (CHUNK, V) each
+    for start in range(0, len(positions), CHUNK):
+        # (CHUNK, V) each
+        part = {name: values[start : start + CHUNK] for name, values in logits.items()}
         for pair in compared:
             composed = compose_logits(
                 part["base"], [part[expert] for expert in experts], weights=pair.weights
             )
+            found = divergences(composed, part[pair.planned.name])
             total = sums[pair.planned.name]
-            for measure, values in divergences(composed, part[pair.planned.name]).items():
+            for measure, values in found._asdict().items():
                 total[measure] = total.get(measure, 0.0) + float(values.double().sum())
     return [
         Divergence(

@@ -14,13 +14,18 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from composition import ComposedForCausalLM, check_vocabularies
-from composition import parse_combination as parse_combination
+from composition import (
+    Combination,
+    ComposedForCausalLM,
+    CompositionError,
+    check_vocabularies,
+    parse_combination,
+)
 from evaluation.engine import Runtime
 from evaluation.errors import InputError
 from evaluation.experiment import BASE, Experiment, Model, expand
@@ -38,6 +43,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 
 
+Kind = Literal["base", "expert", "merge", "composition"]
+
+
 class Family(NamedTuple):
     """A base and its experts as sources of tensors, in the experiment's order."""
 
@@ -49,8 +57,8 @@ class PlannedModel(NamedTuple):
     """A model of the experiment before it is loaded."""
 
     name: str
-    kind: str  # base, expert, merge, composition
-    method: str
+    kind: Kind
+    method: str  # the method or rule; "none" for base and experts
     model: Model | None  # None for base and experts
     components: int  # models that a forward pass runs
 
@@ -83,8 +91,8 @@ def choose_device(wanted: str) -> torch.device:
 
 def planned_models(experiment: Experiment) -> list[PlannedModel]:
     """Base, experts, then the merges and compositions after the sweep."""
-    planned = [PlannedModel(BASE, "base", "", None, 1)]
-    planned += [PlannedModel(name, "expert", "", None, 1) for name in experiment.experts]
+    planned = [PlannedModel(BASE, "base", "none", None, 1)]
+    planned += [PlannedModel(name, "expert", "none", None, 1) for name in experiment.experts]
     for model in expand(experiment):
         if model.method is not None:
             planned.append(PlannedModel(model.name, "merge", model.method, model, 1))
@@ -147,8 +155,6 @@ def _mismatches(base: TensorSource, expert: TensorSource) -> list[str]:
         if ours.get(key) != theirs.get(key)
     ]
     if not faults and _has_tokenizer(expert.folder) and _has_tokenizer(base.folder):
-        from composition import CompositionError
-
         try:
             check_vocabularies([load_tokenizer(base.folder), load_tokenizer(expert.folder)])
         except CompositionError as error:
@@ -219,7 +225,7 @@ def resolved_parameters(model: Model, experts: int) -> dict[str, Any]:
     return dict(combination(model, experts).model_dump(mode="json"))
 
 
-def combination(model: Model, experts: int) -> Any:
+def combination(model: Model, experts: int) -> Combination:
     """The composition that a model of the experiment stands for."""
     return parse_combination(
         {"rule": model.rule, "weights": model.weights, **model.parameters}, experts
@@ -264,11 +270,12 @@ def build(
     Raises:
         InputError: transformers does not know the architecture, or weights are missing.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, info = architecture.from_pretrained(
             None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
         )
     except (OSError, ValueError, KeyError) as error:

@@ -25,7 +25,7 @@ RTOL = 1e-7  # np.testing.assert_allclose's default
 # some fifty times as long.
 LONGER = 64
 SLACK = 4096
-MOST = 32 << 20  # bytes of one reply
+MOST = 64 << 20  # bytes of one reply
 
 
 def most_bytes(expected: str) -> int:

@@ -42,9 +42,9 @@ def faults(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
 def test_a_good_file_stands_for_base_experts_and_models(tmp_path: Path) -> None:
     loaded = load_experiment(written(tmp_path, GOOD))
     assert [(m.name, m.kind, m.method) for m in planned_models(loaded.experiment)] == [
-        ("base", "base", ""),
-        ("ab", "expert", ""),
-        ("cd", "expert", ""),
+        ("base", "base", "none"),
+        ("ab", "expert", "none"),
+        ("cd", "expert", "none"),
         ("average", "merge", "linear"),
         ("ta", "merge", "task_arithmetic"),
         ("logit", "composition", "product"),

@@ -16,7 +16,6 @@ from composition.errors import CompositionError
 from composition.gate import gate as apply_gate
 from composition.rules import RULES
 
-
 EXCLUDED = -1e30  # stands for -inf while composing: probability 0, and differences are 0
 
 

@@ -83,7 +83,8 @@ class ComposedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         model.real_ids = vocab_size or config.vocab_size
         found = base.generation_config.eos_token_id if eos_ids is None else list(eos_ids)
         model.eos_ids = found if isinstance(found, list) else [] if found is None else [found]
-        return model.eval()
+        model.eval()
+        return model
 
     real_ids: int
     eos_ids: list[int]
@@ -131,14 +132,10 @@ class ComposedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
     def _can_set_attn_implementation(self) -> bool:
         return True
 
-    @property
-    def device(self) -> torch.device:
-        """Where inputs go: the base's device."""
-        return torch.device(self.components[0].device)
-
     def get_input_embeddings(self) -> nn.Module:
         """The base's token embeddings."""
-        embeddings: nn.Module = self.components[0].get_input_embeddings()
+        base: Any = self.components[0]
+        embeddings: nn.Module = base.get_input_embeddings()
         return embeddings
 
 

@@ -93,9 +93,8 @@ def validate(
     for note in loaded.notes:
         typer.echo(f"note: {note}")
     models = planned_models(loaded.experiment)
-    typer.echo(
-        f"{experiment} is valid: {len(models)} models x {len(loaded.experiment.benchmarks)} benchmarks"
-    )
+    benchmarks = len(loaded.experiment.benchmarks)
+    typer.echo(f"{experiment} is valid: {len(models)} models x {benchmarks} benchmarks")
 
 
 @app.command()
@@ -105,11 +104,18 @@ def merge(
 ) -> None:
     """Merge checkpoints or LoRA adapters into one checkpoint."""
     from evaluation.progress import steps
+    from evaluation.references import fetch, resolve, search_path
     from merging import load_recipe, merge_to_folder
 
     loaded = load_recipe(recipe)
+    folders = search_path(recipe.resolve(), None)
+
+    def locate(name: str) -> Path:
+        found = fetch(resolve(name, folders), folders)
+        return _checkpoint(found.path or Path(name))
+
     with steps("merging") as step:
-        merge_to_folder(loaded, out, progress=step)
+        merge_to_folder(loaded, out, locate=locate, progress=step)
     typer.echo(f"The merged model is in {out}")
 
 
@@ -121,12 +127,13 @@ def train(
 ) -> None:
     """Fine-tune one expert, full or LoRA, from a base."""
     _quiet()
+    from evaluation.expert import load_expert_spec, train_expert
     from evaluation.progress import steps
-    from evaluation.training import load_expert_spec, train_expert
 
     spec = load_expert_spec(expert)
     with steps("training") as step:
-        train_expert(spec, out, data_dir=_folder(data_dir), progress=step)
+        losses = train_expert(spec, out, beside=expert, data_dir=_folder(data_dir), progress=step)
+    typer.echo(f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats a token.")
     typer.echo(f"The expert is in {out}")
 
 
@@ -193,6 +200,16 @@ def list_(what: Annotated[str, typer.Argument(metavar="methods|rules|benchmarks"
     if what not in CATALOGUES:
         raise InputError(f"cannot list {what!r}{nearest(what, list(CATALOGUES))}")
     _table(CATALOGUES[what]())
+
+
+def _checkpoint(path: Path) -> Path:
+    """A GGUF file is converted to a checkpoint in the cache first; anything else stays."""
+    if path.suffix != ".gguf":
+        return path
+    _quiet()
+    from evaluation.models import convert_gguf
+
+    return convert_gguf(path, "float32")
 
 
 def _folder(data_dir: Path | None) -> Path | None:

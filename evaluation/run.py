@@ -164,7 +164,8 @@ def _check_writable(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(
-            f"the results cannot be written to {out}: {error.strerror}. Name another folder with --out"
+            f"the results cannot be written to {out}: {error.strerror}. Name another folder "
+            "with --out"
         ) from None
 
 

@@ -73,7 +73,7 @@ def fit(
                 "dtype float32"
             )
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(chosen, 1.0)
         optimizer.step()
         schedule.step()

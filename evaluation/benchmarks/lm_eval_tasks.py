@@ -288,10 +288,10 @@ def _hub_task(name: str) -> Any:
     try:
         return _manager().load(name)["tasks"][name]
     except Exception as error:  # data sets and task code raise anything
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"lm_eval: the task {name} cannot be loaded ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); its data come from the hub, so a "
-            "network is needed"
+            f"lm_eval: the task {name} cannot be loaded ({type(error).__name__}: {reason}); its "
+            "data come from the hub, so a network is needed"
         ) from None
 
 

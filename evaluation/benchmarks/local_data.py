@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections.abc import Sequence
@@ -20,25 +19,24 @@ def file_faults(settings: Settings, *names: str) -> list[str]:
     if settings.data_dir is None or any((settings.data_dir / name).is_file() for name in names):
         return []
     return [
-        f"{settings.data_dir} holds no {' or '.join(names)}; put the file there, or leave --data-dir "
-        "(MERGESCOPE_DATA) out to take the data from the hub"
+        f"{settings.data_dir} holds no {' or '.join(names)}; put the file there, or leave "
+        "--data-dir (MERGESCOPE_DATA) out to take the data from the hub"
     ]
 
 
 def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
-    """The rows of a .jsonl or .jsonl.gz file; every row has the fields.
+    """The rows of a .jsonl file; every row has the fields.
 
     Raises:
         InputError: the file cannot be read, or a line is no such row; names file and line.
     """
     rows = []
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else None
-        with opened or path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     rows.append(_row(path, number, line, fields))
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     if not rows:
         raise InputError(f"{path} is empty; expected a JSON object a line")

@@ -179,22 +179,23 @@ def sandbox_faults(unsafe: bool = False) -> list[str]:
     if problem is None:
         return []
     return [
-        f"bubblewrap does not work here: {problem}. User namespaces must be allowed (as root: "
-        "sysctl kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 and later also sysctl "
-        "kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for bwrap; in a "
-        "container: the privilege CAP_SYS_ADMIN). Else run generated programs unprotected with "
-        "--unsafe-execution"
+        f"bubblewrap does not work here: {problem}. It must be version 0.5 or newer, and user "
+        "namespaces must be allowed (as root: sysctl kernel.unprivileged_userns_clone=1; on "
+        "Ubuntu 24.04 and later also sysctl kernel.apparmor_restrict_unprivileged_userns=0, or an "
+        "AppArmor profile for bwrap; in a container: the privilege CAP_SYS_ADMIN). Else run "
+        "generated programs unprotected with --unsafe-execution"
     ]
 
 
 @functools.cache
 def _trial() -> str | None:
     """Starts a worker and runs one program; what went wrong, or None."""
-    from evaluation.sandbox.process import Sandbox, SandboxError
+    from evaluation.sandbox.process import Budget, Program, Sandbox, SandboxError, Stopped
 
+    budget = Budget(30.0, [30.0], 60.0, [100])
     try:
         with Sandbox() as sandbox:
-            sandbox.start()
-    except SandboxError as error:
+            *_, last = sandbox.run(Program("def trial(): return 1", "trial"), ["[]"], budget)
+    except (SandboxError, Stopped) as error:
         return str(error)
-    return None
+    return None if last.returned == "1" else last.raised

@@ -12,9 +12,9 @@ JSON, and an object with exactly one key, the tag, for whatever JSON lacks:
 
 Equal texts mean equal values, apart from opaque ones and NaN. A digest tells large values apart
 exactly, where 1 and 1.0 differ: of the two benchmarks' values only some of Mbpp/255 and, as plain
-strings, of HumanEval/15 are as large. Subclasses of the built-in types
-that compare as these do (named tuples, defaultdict, Counter, IntEnum) are told as the built-in
-type, read by the built-in's own methods.
+strings, of HumanEval/15 are as large. Subclasses of the built-in types that compare as these do
+(named tuples, defaultdict, Counter, IntEnum) are told as the built-in type, read by the built-in's
+own methods.
 
 Why not pickle or marshal: a text from a hostile program must be read without running anything
 and without a crash. Depth and tags are checked here, length by whoever reads the text.
@@ -59,9 +59,13 @@ class Opaque:
     name: str
 
 
-def encode(value: Any) -> str:
-    """The value as ASCII text; what is no plain data becomes opaque, nothing raises for it."""
-    digest = _digest(value)
+def encode(value: Any, whole: bool = False) -> str:
+    """The value as ASCII text; what is no plain data becomes opaque, nothing raises for it.
+
+    Args:
+        whole: never a digest, however large.
+    """
+    digest = None if whole else _digest(value)
     tree = {"digest": digest} if digest else _tree(value, 0)
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 

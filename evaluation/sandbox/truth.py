@@ -72,7 +72,7 @@ def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> None:
 
 def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:
     program = Program(problem.reference, problem.entry_point, as_set=wants_set(problem))
-    truth = Truth([encode(arguments) for arguments in problem.inputs(tests)], [], [])
+    truth = Truth([encode(arguments, whole=True) for arguments in problem.inputs(tests)], [], [])
     count = len(truth.inputs)
     budget = Budget(
         REFERENCE_SECONDS, [REFERENCE_SECONDS] * count, REFERENCE_SECONDS, [MOST] * count

@@ -44,6 +44,7 @@ from evaluation.sandbox.codec import decode, encode
 HEADER = struct.Struct(">cI")
 LENGTH = struct.Struct(">I")
 CHUNK = 1 << 16
+PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 WARM = (
     *("bisect", "collections", "copy", "datetime", "fractions", "functools", "heapq", "itertools"),
@@ -99,7 +100,9 @@ def enter(config: Config) -> None:
         os.setgid(config["uid"])
         os.setuid(config["uid"])
     if config["alone"]:
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # bubblewrap's, lost with the old uid
+        prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores what has no handler
     limits = {
         resource.RLIMIT_CORE: 0,
@@ -185,8 +188,9 @@ def relay(replies: int, child: int) -> int | None:
 
 def end_all(child: int, alone: bool) -> None:
     """Kills every other process of the namespace, or where it is shared, the child's group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(-1 if alone else -child, signal.SIGKILL)
+    for target in (-1,) if alone else (-child, child):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(target, signal.SIGKILL)
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)  # as process 1 it inherits the orphans too

@@ -123,7 +123,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_the_numbers(
     llama: Any, tokenizer: Any
 ) -> None:
     ready = runtime(llama(seed=1), tokenizer)
-    with pytest.raises(InputError, match="200 tokens and 100 more may follow, 300 in all.*256"):
+    with pytest.raises(InputError, match=r"200 tokens and 100 more may follow, 300 in all.*256"):
         answers(ready, [Generate("a" * 200, (), 100), Generate("a", (), 100)], 2)
 
 

@@ -369,7 +369,7 @@ def sandbox() -> Iterator[Sandbox]:
         ("processes", "import os\ndef f(): return os.path.exists('/proc/1')"),
         (
             "packages",
-            "from importlib.util import *\ndef f(): return find_spec('torch') is not None",
+            "from importlib.util import *\ndef f(): return bool(find_spec('torch'))",
         ),
         ("users", "import os\ndef f(): return os.path.exists('/etc/passwd')"),
         ("network", "import socket\ndef f(): return len(socket.if_nameindex()) > 1"),  # lo alone
@@ -435,9 +435,7 @@ def test_the_clock_is_kept_outside(sandbox: Sandbox) -> None:
 
 def test_closing_ends_every_process_inside() -> None:
     with Sandbox() as one:
-        replies = one.run(
-            Program("import time\ndef f(): time.sleep(600)", "f"), [encode([])], BUDGET
-        )
+        replies = one.run(Program(SLEEPER, "f"), [encode([])], BUDGET)
         next(replies)
         assert one._process is not None
         inside = descendants(one._process.pid)
@@ -447,6 +445,15 @@ def test_closing_ends_every_process_inside() -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in inside) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in inside)
+
+
+def test_killing_a_sandbox_from_another_thread_ends_its_run(sandbox: Sandbox) -> None:
+    replies = sandbox.run(Program(SLEEPER, "f"), [encode([])], Budget(20.0, [600.0], 600.0, [10]))
+    next(replies)
+    threading.Timer(0.2, sandbox.kill).start()
+    with pytest.raises(Stopped, match="the sandbox was ended"):
+        next(replies)
+    assert value(sandbox, "def f(): return 2") == "2"
 
 
 def descendants(pid: int) -> list[int]:

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.sandbox.codec import LARGE, MAX_DEPTH, CodecError, Opaque, decode, encode
+from evaluation.sandbox.codec import (
+    LARGE,
+    LARGE_TEXT,
+    MAX_DEPTH,
+    CodecError,
+    Opaque,
+    decode,
+    encode,
+)
 
 SCALARS = (
     st.none()
@@ -94,6 +102,7 @@ def test_numpy_scalars_and_arrays_of_one_element_stay_numpy() -> None:
     scalar, array = decode(encode([np.float32(0.5), np.array([[7]])]))
     assert same(scalar, np.float32(0.5))
     assert array.shape == (1, 1) and array.dtype == np.int64 and array.item() == 7
+    assert decode(encode(np.array(2**70))) == 2**70
 
 
 class Always:
@@ -128,12 +137,13 @@ def test_a_value_that_holds_itself_ends_at_the_depth_limit() -> None:
 
 
 def test_a_large_value_is_a_digest_that_tells_values_apart() -> None:
-    """Two lists of LARGE // 4 small ints marshal to five bytes each, more than LARGE."""
+    """LARGE // 4 small ints marshal to five bytes each, more than LARGE."""
     zeros = [0] * (LARGE // 4)
     text = encode(zeros)
     assert text.startswith('{"digest":') and len(text) < 200
     assert text == encode(list(zeros))
     assert text != encode([*zeros[:-1], 1])
+    assert encode("a" * LARGE_TEXT).startswith('{"digest":')
 
 
 def hostile_texts() -> list[str]:
@@ -144,7 +154,8 @@ def hostile_texts() -> list[str]:
         '{"set":[[1]]}',
         '{"dict":[[1]]}', '{"dict":{"a":1}}', '{"a":1,"b":2}', "{}", '{"__class__":"os"}',
         '{"fraction":[1,0]}', '{"decimal":"x"}', '{"bytes":"0"}', '{"complex":[1]}', '{"float":[]}',
-        '{"numpy":["O",1]}', '{"numpy":["<f8",[1,2]]}', '{"numpy":[["<f8"],1]}', '{"opaque":1}',
+        '{"numpy":["|O",[]]}', '{"numpy":["|V8",1]}', '{"numpy":["<f8",[1,2]]}',
+        '{"numpy":[["<f8"],1]}', '{"opaque":1}',
         '{"array":["<f8",[1000000000],1]}', '{"array":["<f8",[-1],1]}', '{"array":["<i8",[],1e99]}',
         f'{{"set":[{colliding}]}}', "[" * 300 + "]" * 300,
     ]  # fmt: skip

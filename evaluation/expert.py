@@ -1,0 +1,254 @@
+"""Experts to order: `mergescope train EXPERT.yaml OUT` fine-tunes one from a base.
+
+Every example is `prompt + completion + EOS`, with the loss on completion and EOS. Examples that are
+longer than `max_length` are an error unless the file says `too_long: skip`; nothing is ever cut.
+LoRA goes through PEFT and leaves an adapter, full fine-tuning leaves a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from evaluation.benchmarks.local_data import read_rows
+from evaluation.errors import InputError
+from evaluation.experiment import nearest
+from evaluation.models import DTYPES, build, choose_device, load_tokenizer, open_family, weights
+from evaluation.references import fetch, resolve, search_path
+from evaluation.text import encode
+from evaluation.training import IGNORED, Batch, fit
+
+MULTIPLE = 64  # batches are padded to multiples of it: every new shape costs the CPU a compilation
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Range(_Strict):
+    """Rows whose integer `field` lies in [first, last]."""
+
+    field: str
+    first: int
+    last: int
+
+
+class Data(_Strict):
+    """A .jsonl file and how a row becomes a prompt and a completion (`{name}` is a row's field)."""
+
+    file: str
+    prompt: str
+    completion: str
+    exclude: Range | None = None
+
+
+class Lora(_Strict):
+    """The adapter's rank, scale and modules; by default every linear layer but the head."""
+
+    r: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    target_modules: str | list[str] = "all-linear"
+
+
+class ExpertSpec(_Strict):
+    """One expert: base, data, and how it is trained."""
+
+    base: str
+    data: list[Data] = Field(min_length=1)
+    method: Literal["full", "lora"] = "lora"
+    lora: Lora = Lora()
+    epochs: float = Field(default=1.0, gt=0)
+    batch_size: int = Field(default=16, ge=1)
+    learning_rate: float = Field(default=6e-4, gt=0)
+    warmup: int = Field(default=20, ge=0)
+    max_length: int = Field(default=512, ge=2)
+    too_long: Literal["error", "skip"] = "error"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    seed: int = Field(default=0, ge=0)
+
+
+class Example(NamedTuple):
+    """Ids of one example; its completion begins at `start`."""
+
+    ids: list[int]
+    start: int
+
+
+def load_expert_spec(path: Path) -> ExpertSpec:
+    """Reads and checks an expert's file.
+
+    Raises:
+        InputError: with a sentence for every fault.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    try:
+        return ExpertSpec.model_validate(raw)
+    except ValidationError as error:
+        raise InputError([f"{path}: {_sentence(fault)}" for fault in error.errors()]) from None
+
+
+def train_expert(
+    spec: ExpertSpec,
+    out: Path,
+    *,
+    beside: Path,
+    data_dir: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Trains an expert and writes it to `out`, whole or not at all.
+
+    Args:
+        beside: the expert's file; relative paths are looked for beside it first.
+
+    Returns:
+        The loss of every step, nats a token.
+
+    Raises:
+        InputError: base, data or output are at fault.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists already; choose another folder, or remove it yourself")
+    folders = search_path(beside.resolve(), data_dir)
+    family = open_family(fetch(resolve(spec.base, folders), folders), {}, spec.dtype)
+    tokenizer = load_tokenizer(family.base.folder)
+    places = [*folders, *([data_dir] if data_dir else [])]
+    examples = _fitting(spec, [e for data in spec.data for e in _examples(data, places, tokenizer)])
+    torch.manual_seed(spec.seed)
+    dtype, device = DTYPES[spec.dtype], choose_device(spec.device)
+    model = build(family.base.folder, weights(family.base, dtype), dtype, device)
+    if spec.method == "lora":
+        model = _with_adapter(model, spec)
+    steps = max(1, round(spec.epochs * len(examples) / spec.batch_size))
+    losses = fit(
+        model,
+        _batches(examples, spec, device),
+        steps=steps,
+        learning_rate=spec.learning_rate,
+        warmup=min(spec.warmup, steps),
+        progress=progress,
+    )
+    _save(model, tokenizer, spec, out)
+    return losses
+
+
+def _examples(data: Data, places: Sequence[Path], tokenizer: Any) -> Iterator[Example]:
+    found = next((place / data.file for place in places if (place / data.file).is_file()), None)
+    if found is None:
+        looked = ", ".join(map(str, places))
+        raise InputError(
+            f"there is no file {data.file} (looked in {looked}); name its folder with --data-dir"
+        )
+    limits = data.exclude
+    fields = [limits.field] if limits else []
+    for number, row in enumerate(read_rows(found, fields), start=1):
+        if limits and limits.first <= row[limits.field] <= limits.last:
+            continue
+        try:
+            prompt, completion = (text.format_map(row) for text in (data.prompt, data.completion))
+        except (KeyError, IndexError, ValueError) as error:
+            raise InputError(
+                f"{found}, row {number}: the template needs {error}, which the row does not have; "
+                f"it has {', '.join(row)}"
+            ) from None
+        first = encode(tokenizer, prompt)
+        second = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        yield Example([*first, *second, tokenizer.eos_token_id], len(first))
+
+
+def _fitting(spec: ExpertSpec, examples: Sequence[Example]) -> list[Example]:
+    fitting = [example for example in examples if len(example.ids) <= spec.max_length]
+    long = len(examples) - len(fitting)
+    if long and spec.too_long == "error":
+        longest = max(len(example.ids) for example in examples)
+        raise InputError(
+            f"{long} of {len(examples)} examples are longer than max_length {spec.max_length} (the "
+            f"longest has {longest} tokens); raise it, or leave them out with too_long: skip"
+        )
+    if not fitting:
+        raise InputError("no example is left to train on; look at exclude and max_length")
+    return fitting
+
+
+def _batches(
+    examples: Sequence[Example], spec: ExpertSpec, device: torch.device
+) -> Iterator[Batch]:
+    generator = random.Random(spec.seed)
+    while True:  # an epoch after the other; `fit` takes what it needs
+        order = generator.sample(range(len(examples)), k=len(examples))
+        for start in range(0, len(order), spec.batch_size):
+            yield _batch([examples[i] for i in order[start : start + spec.batch_size]], device)
+
+
+def _batch(examples: Sequence[Example], device: torch.device) -> Batch:
+    longest = max(len(example.ids) for example in examples)
+    width = -(-longest // MULTIPLE) * MULTIPLE
+    ids = torch.zeros(len(examples), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    labels = torch.full_like(ids, IGNORED)
+    for row, example in enumerate(examples):
+        size = len(example.ids)
+        ids[row, :size] = torch.tensor(example.ids)
+        mask[row, :size] = 1
+        labels[row, example.start : size] = ids[row, example.start : size]
+    return Batch(ids.to(device), mask.to(device), labels.to(device))
+
+
+def _with_adapter(model: Any, spec: ExpertSpec) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=spec.lora.r,
+        lora_alpha=spec.lora.alpha,
+        target_modules=spec.lora.target_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=spec.base,
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise InputError(f"lora.target_modules: {str(error).splitlines()[0]}") from None
+
+
+def _save(model: Any, tokenizer: Any, spec: ExpertSpec, out: Path) -> None:
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if spec.method == "lora":
+            for config in model.peft_config.values():
+                config.base_model_name_or_path = spec.base
+        else:
+            tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+        if out.is_dir():
+            out.rmdir()  # it was empty
+        partial.rename(out)
+    except OSError as error:
+        raise InputError(f"the expert cannot be written to {out}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sentence(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"]) or "the file"
+    if fault["type"] == "extra_forbidden":
+        parents: dict[str, type[BaseModel]] = {"data": Data, "lora": Lora, "exclude": Range}
+        inside = [parents[str(part)] for part in fault["loc"][:-1] if str(part) in parents]
+        known = list([ExpertSpec, *inside][-1].model_fields)
+        return f"{where}: unknown key{nearest(str(fault['loc'][-1]), known)}"
+    if fault["type"] == "missing":
+        return f"{where}: this key is missing"
+    return f"{where}: found {fault['input']!r}; {fault['msg']}"

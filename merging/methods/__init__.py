@@ -1,0 +1,114 @@
+"""The registry of merging methods, and merging single tensors by name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from merging.errors import MergeError
+from merging.methods.contract import Method, Parameters
+from merging.methods.linear import LINEAR
+from merging.methods.task_arithmetic import TASK_ARITHMETIC
+from merging.methods.ties import TIES
+
+METHODS: dict[str, Method] = {
+    "linear": LINEAR,
+    "task_arithmetic": TASK_ARITHMETIC,
+    "ties": TIES,
+}
+
+
+def parse_parameters(method: str, given: Mapping[str, Any]) -> Parameters:
+    """A method's parameters with every default filled in.
+
+    Raises:
+        MergeError: a line a fault; unknown methods and keys name the nearest.
+    """
+    if method not in METHODS:
+        raise MergeError(f"unknown method {method!r}{nearest(method, list(METHODS))}")
+    params = METHODS[method].params
+    try:
+        return params.model_validate(dict(given))
+    except ValidationError as error:
+        known = [field.alias or name for name, field in params.model_fields.items()]
+        raise MergeError("\n".join(sentence(fault, known) for fault in error.errors())) from None
+
+
+def merge_tensors(
+    method: str,
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    **parameters: Any,
+) -> Tensor:
+    """Merges one tensor by name: `merge_tensors("ties", base, [e1, e2], density=0.2)`.
+
+    Args:
+        base, experts: floating tensors of one shape; computed in float32, or in float64 where
+            the base is float64.
+        weights: one an expert; 1 each if left out.
+        parameters: the method's own, as in a recipe.
+
+    Returns:
+        The merged tensor, in the precision it was computed in.
+
+    Raises:
+        MergeError: unknown method or parameter, shapes or weights that do not fit, NaN or inf.
+    """
+    params = parse_parameters(method, parameters)
+    chosen = check_weights(weights, len(experts))
+    for index, expert in enumerate(experts):
+        if expert.shape != base.shape:
+            raise MergeError(
+                f"expert {index} has shape {tuple(expert.shape)} where the base has "
+                f"{tuple(base.shape)}; expected tensors of one shape"
+            )
+    for name, tensor in [("the base", base), *((f"expert {i}", e) for i, e in enumerate(experts))]:
+        if not bool(tensor.isfinite().all()):
+            raise MergeError(f"{name} holds NaN or infinity; expected finite numbers")
+    dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
+    return METHODS[method].merge(
+        base.to(dtype), [expert.to(dtype) for expert in experts], chosen, params, None
+    )
+
+
+def check_weights(weights: Sequence[float] | None, experts: int) -> list[float]:
+    """One finite weight an expert, 1 each if left out.
+
+    Raises:
+        MergeError: no expert, a weight too many or too few, or one that is not finite.
+    """
+    if experts == 0:
+        raise MergeError("there are no experts; expected at least one model beside the base")
+    chosen = [1.0] * experts if weights is None else [float(weight) for weight in weights]
+    if len(chosen) != experts:
+        raise MergeError(f"{len(chosen)} weights for {experts} experts; expected one an expert")
+    if not all(map(math.isfinite, chosen)):
+        raise MergeError(f"the weights are {chosen}; expected finite numbers")
+    return chosen
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'? There are: ...` for the end of a sentence."""
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{guess} There are: {', '.join(known)}"
+
+
+def sentence(fault: Any, known: Sequence[str]) -> str:
+    """One of pydantic's faults in our words."""
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: unknown key{nearest(str(fault['loc'][-1]), known)}"
+    if fault["type"] == "missing":
+        return f"{where}: this key is missing"
+    return f"{where}: found {fault['input']!r}; {fault['msg'].removeprefix('Value error, ')}"
+
+
+__all__ = ["METHODS", "Method", "Parameters", "merge_tensors", "parse_parameters"]

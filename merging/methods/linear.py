@@ -1,0 +1,51 @@
+"""Linear: the weighted mean of the experts; the base takes no part.
+
+    theta = Σ w_i theta_i / Σ w_i
+
+Source: "Model soups" (Wortsman et al. 2022, arXiv:2203.05482). Reference: mergekit's `linear`,
+whose models list is the experts here. With `normalize: false` the plain weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from merging.errors import MergeError
+from merging.methods.contract import Method, Parameters
+
+
+class LinearParameters(Parameters):
+    """`normalize`: divide by the sum of the weights."""
+
+    normalize: bool = True
+
+
+def linear(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    params: LinearParameters,
+    survey: None = None,
+) -> Tensor:
+    """The mean of the experts, in their shape.
+
+    Raises:
+        MergeError: the weights sum to 0 and shall be normalised.
+    """
+    total = sum(weights) if params.normalize else 1.0
+    if total == 0:
+        raise MergeError(
+            f"linear: the weights {list(weights)} sum to 0, so their mean is undefined; choose "
+            "other weights or normalize: false"
+        )
+    first, *rest = experts
+    # Around the first expert, so that equal experts give themselves bit for bit.
+    merged = first * (sum(weights) / total)
+    for expert, weight in zip(rest, weights[1:], strict=True):
+        merged = merged + (weight / total) * (expert - first)
+    return merged
+
+
+LINEAR = Method("weighted mean of the experts", LinearParameters, linear)

@@ -1,0 +1,43 @@
+"""Task arithmetic: add the experts' task vectors to the base.
+
+    theta = theta_b + lambda Σ w_i tau_i
+
+Source: "Editing models with task arithmetic" (Ilharco et al. 2023, arXiv:2212.04089). Reference:
+mergekit's `task_arithmetic`. Its counterpart in probability space is the product rule with
+w_i = lambda w_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+from torch import Tensor
+
+from merging.methods.contract import Method, Parameters
+
+
+class TaskArithmeticParameters(Parameters):
+    """`lambda`: the scale of the sum of task vectors."""
+
+    lambda_: float = Field(default=1.0, alias="lambda", allow_inf_nan=False)
+
+
+def task_arithmetic(
+    base: Tensor,
+    experts: Sequence[Tensor],
+    weights: Sequence[float],
+    params: TaskArithmeticParameters,
+    survey: None = None,
+) -> Tensor:
+    """base + lambda * sum of weighted task vectors, in their shape."""
+    merged = base.clone()
+    for expert, weight in zip(experts, weights, strict=True):
+        if params.lambda_ * weight != 0:  # adding 0 would turn -0.0 into 0.0
+            merged += (params.lambda_ * weight) * (expert - base)
+    return merged
+
+
+TASK_ARITHMETIC = Method(
+    "base plus lambda times the sum of task vectors", TaskArithmeticParameters, task_arithmetic
+)

@@ -1,0 +1,217 @@
+"""A merge as a folder: weights, config, tokenizer, model card and report, whole or not at all.
+
+Everything is written into a folder beside the target and renamed at the end, so that a killed
+merge leaves no half output and a rerun leaves no shard of the run before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from merging.adapter import open_adapter
+from merging.checkpoint import TensorSource, open_checkpoint, read_json
+from merging.engine import Progress, differences, merged_tensors
+from merging.errors import MergeError
+from merging.methods import METHODS, parse_parameters
+from merging.recipe import Recipe
+from merging.report import Survey
+from merging.writer import Planned, write_shards
+
+REPORT = "merge_report.json"  # also the mark by which an old output of ours is known
+SHARD_BYTES = 5_000_000_000
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.py",
+)
+
+
+def merge_to_folder(
+    recipe: Recipe,
+    out: Path,
+    *,
+    locate: Callable[[str], Path] = Path,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes the merged model; `from_pretrained` loads it.
+
+    Args:
+        locate: finds a model's folder from its name in the recipe.
+        progress: called with (tensors done, tensors in all).
+
+    Returns:
+        `out`.
+
+    Raises:
+        MergeError: inputs that do not fit, or an output folder that is not ours to replace.
+    """
+    folders = {name: locate(name) for name in (recipe.base, *(m.model for m in recipe.models))}
+    base = open_checkpoint(folders[recipe.base])
+    experts = _open_experts(recipe, base, folders)
+    _check_target(out, folders.values())
+    dtype = None if recipe.dtype is None else getattr(torch, recipe.dtype)
+    survey = Survey([ingredient.model for ingredient in recipe.models])
+    with _whole_or_nothing(out) as partial:
+        tensors = merged_tensors(
+            base,
+            experts,
+            recipe.method,
+            weights=[ingredient.weight for ingredient in recipe.models],
+            parameters=parse_parameters(recipe.method, recipe.parameters),
+            dtype=dtype,
+            exclude=recipe.exclude,
+            allow_non_finite=recipe.allow_non_finite,
+            progress=progress,
+            observe=survey.observe,
+        )
+        planned = [Planned(n, base.shape(n), _dtype(base, n, dtype)) for n in base.names()]
+        write_shards(partial, planned, _named_faults(tensors, recipe), shard_bytes)
+        _copy_files(base, experts, recipe, partial, dtype, survey)
+        digests = {recipe.base: base.digest()} | {
+            ingredient.model: expert.digest()
+            for ingredient, expert in zip(recipe.models, experts, strict=True)
+        }
+        _write_card(recipe, digests, partial, recipe.name or out.name)
+        report = {"recipe": _plain(recipe), "inputs": digests, **survey.summary(base.names())}
+        (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return out
+
+
+def _open_experts(
+    recipe: Recipe, base: TensorSource, folders: dict[str, Path]
+) -> list[TensorSource]:
+    experts: list[TensorSource] = []
+    faults: list[str] = []
+    for ingredient in recipe.models:
+        folder = folders[ingredient.model]
+        try:
+            adapter = (folder / "adapter_config.json").is_file()
+            expert = open_adapter(base, folder) if adapter else open_checkpoint(folder)
+        except MergeError as error:
+            faults += str(error).splitlines()
+            continue
+        faults += differences(base, expert, ingredient.model)
+        experts.append(expert)
+    if faults:
+        raise MergeError("\n".join(faults))
+    return experts
+
+
+def _dtype(base: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    found = base.dtype(name)
+    return dtype if dtype is not None and found.is_floating_point else found
+
+
+def _named_faults(
+    tensors: Iterator[tuple[str, Tensor]], recipe: Recipe
+) -> Iterator[tuple[str, Tensor]]:
+    """The engine numbers the experts; a user knows them by their paths."""
+    try:
+        yield from tensors
+    except MergeError as error:
+        text = str(error)
+        for number, ingredient in enumerate(recipe.models):
+            text = text.replace(f"expert {number}", ingredient.model)
+        raise MergeError(text.replace("the base", f"the base {recipe.base}", 1)) from None
+
+
+def _check_target(out: Path, inputs: Any) -> None:
+    if any(out.resolve() == folder.resolve() for folder in inputs):
+        raise MergeError(f"{out} is one of the inputs; choose another folder for the merged model")
+    if out.is_dir() and any(out.iterdir()) and not (out / REPORT).is_file():
+        raise MergeError(
+            f"{out} is not empty and no merge of ours (it has no {REPORT}); choose another folder, "
+            "or remove it yourself"
+        )
+    if out.exists() and not out.is_dir():
+        raise MergeError(f"{out} is a file; expected a folder for the merged model")
+
+
+@contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise MergeError(
+            f"the merged model cannot be written to {out}: {error.strerror}; choose another folder"
+        ) from None
+    try:
+        yield partial
+        if out.exists():
+            out.rename(old)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy_files(
+    base: TensorSource,
+    experts: Sequence[TensorSource],
+    recipe: Recipe,
+    target: Path,
+    dtype: torch.dtype | None,
+    survey: Survey,
+) -> None:
+    """Config with the dtype written, and what belongs to the base; differing ones are noted."""
+    files = {file for pattern in COPIED for file in base.folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        shutil.copyfile(file, target / file.name)
+        for ingredient, expert in zip(recipe.models, experts, strict=True):
+            other = expert.folder / file.name
+            if other.is_file() and other.read_bytes() != file.read_bytes():
+                survey.notes.append(
+                    f"{file.name} of {ingredient.model} differs; the base's is kept"
+                )
+    if (base.folder / "config.json").is_file():
+        config = read_json(base.folder / "config.json")
+        if dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (target / "config.json").write_text(text, encoding="utf-8")
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every default of its method written out."""
+    parameters = parse_parameters(recipe.method, recipe.parameters)
+    content = recipe.model_dump(mode="json", exclude_none=True)
+    content["parameters"] = parameters.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return content
+
+
+def _write_card(recipe: Recipe, digests: dict[str, str], target: Path, name: str) -> None:
+    head = {
+        "base_model": [recipe.base, *(ingredient.model for ingredient in recipe.models)],
+        "library_name": "transformers",
+        "tags": ["merge", "mergescope", recipe.method],
+    }
+    inputs = "\n".join(f"| `{name}` | `{digest}` |" for name, digest in digests.items())
+    (target / "README.md").write_text(
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n"
+        f"# {name}\n\n"
+        f"A merge by {recipe.method} ({METHODS[recipe.method].summary}), made with mergescope.\n\n"
+        f"```yaml\n{yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True)}```\n\n"
+        f"| input | SHA-256 of its weights |\n|---|---|\n{inputs}\n",
+        encoding="utf-8",
+    )

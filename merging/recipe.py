@@ -1,0 +1,118 @@
+"""A recipe says which models are merged and how. Our own form, or mergekit's YAML.
+
+    method: ties                          merge_method: ties
+    base: models/base                     base_model: models/base
+    models:                               models:
+      - {model: models/math, weight: 1}     - model: models/math
+      - models/code                           parameters: {weight: 1, density: 0.2}
+    parameters: {density: 0.2}            parameters: {normalize: true, lambda: 1.0}
+    dtype: bfloat16                       dtype: bfloat16
+
+A mergekit file is translated (`merging.mergekit`); what it asks for beyond that is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from merging.errors import MergeError
+from merging.mergekit import translate
+from merging.methods import parse_parameters, sentence
+
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
+
+
+class Ingredient(BaseModel):
+    """One expert of a merge."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+
+
+class Recipe(BaseModel):
+    """One merge; every default is here or in the method's parameters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    base: str
+    models: list[Ingredient] = Field(min_length=1)
+    parameters: dict[str, Any] = {}
+    dtype: Dtype | None = None
+    exclude: list[str] = []
+    allow_non_finite: bool = False
+    name: str | None = None
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _plain_paths(cls, models: Any) -> Any:
+        if not isinstance(models, list):
+            return models
+        return [{"model": model} if isinstance(model, str) else model for model in models]
+
+    @field_validator("exclude")
+    @classmethod
+    def _regular_expressions(cls, exclude: list[str]) -> list[str]:
+        for pattern in exclude:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return exclude
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Reads and checks a recipe.
+
+    Raises:
+        MergeError: a line for every fault.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise MergeError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise MergeError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise MergeError(
+            f"{path} holds {type(raw).__name__}; expected a mapping with the keys method, base and "
+            "models"
+        )
+    try:
+        return parse_recipe(raw)
+    except MergeError as error:
+        raise MergeError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
+    """A recipe from a mapping in our form or in mergekit's.
+
+    Raises:
+        MergeError: a line for every fault, those of the method's parameters included.
+    """
+    content = translate(raw) if "merge_method" in raw or "slices" in raw else dict(raw)
+    faults: list[str] = []
+    if isinstance(content.get("method"), str):
+        given = content.get("parameters")
+        try:
+            parse_parameters(content["method"], given if isinstance(given, dict) else {})
+        except MergeError as error:
+            faults += str(error).splitlines()
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        known = list(Recipe.model_fields)
+        raise MergeError(
+            "\n".join([*(sentence(f, known) for f in error.errors()), *faults])
+        ) from None
+    if faults:
+        raise MergeError("\n".join(faults))
+    return recipe

@@ -1,0 +1,194 @@
+"""Every method keeps the identities of its kind; TIES equals a slow, obvious reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from merging import METHODS, MergeError, merge_tensors, parse_parameters
+
+DENSE: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {"ties": {"density": 1.0}}
+"""Parameters under which a method merges whole task vectors."""
+
+
+def tensors(seed: int, count: int, shape: tuple[int, ...] = (6, 5)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+class TestEveryMethod:
+    """The contract of a method."""
+
+    def test_shape_precision_and_inputs_stay(self, method: str) -> None:
+        base, *experts = tensors(0, 3)
+        before = [tensor.clone() for tensor in (base, *experts)]
+        found = merge_tensors(method, base.bfloat16(), [e.bfloat16() for e in experts])
+        assert (found.shape, found.dtype) == (base.shape, torch.float32)
+        assert merge_tensors(method, base.double(), experts).dtype == torch.float64
+        first = merge_tensors(method, base, experts)
+        assert torch.equal(first, merge_tensors(method, base, experts))
+        assert all(map(torch.equal, before, (base, *experts)))
+
+    def test_one_expert_gives_that_expert(self, method: str) -> None:
+        base, expert = tensors(1, 2)
+        found = merge_tensors(method, base, [expert], **DENSE[method])
+        assert torch.allclose(found, expert, atol=1e-6)
+
+    def test_experts_equal_to_the_base_give_the_base(self, method: str) -> None:
+        (base,) = tensors(2, 1)
+        assert torch.equal(merge_tensors(method, base, [base, base, base]), base)
+
+    def test_the_order_of_experts_does_not_matter(self, method: str) -> None:
+        base, *experts = tensors(3, 4)
+        found = merge_tensors(method, base, experts, weights=[0.2, 0.5, 1.0])
+        turned = merge_tensors(method, base, experts[::-1], weights=[1.0, 0.5, 0.2])
+        assert torch.allclose(found, turned, atol=1e-6)
+
+    def test_a_tensor_of_one_number_is_merged(self, method: str) -> None:
+        base, *experts = tensors(4, 3, shape=())
+        assert merge_tensors(method, base, experts).shape == ()
+
+    def test_unknown_parameters_name_the_nearest(self, method: str) -> None:
+        with pytest.raises(MergeError, match="unknown key"):
+            merge_tensors(method, *_pair(), lamda=1.0)
+
+    def test_shapes_weights_and_nan_are_told(self, method: str) -> None:
+        base, experts = _pair()
+        with pytest.raises(MergeError, match=r"shape \(5,\) where the base has \(4,\)"):
+            merge_tensors(method, base, [torch.zeros(5)])
+        with pytest.raises(MergeError, match="2 weights for 1 experts"):
+            merge_tensors(method, base, experts, weights=[1, 1])
+        with pytest.raises(MergeError, match="finite"):
+            merge_tensors(method, base, experts, weights=[math.inf])
+        with pytest.raises(MergeError, match="no experts"):
+            merge_tensors(method, base, [])
+        with pytest.raises(MergeError, match="expert 0 holds NaN"):
+            merge_tensors(method, base, [torch.full((4,), math.nan)])
+
+
+def _pair() -> tuple[Tensor, list[Tensor]]:
+    return torch.zeros(4), [torch.ones(4)]
+
+
+def test_an_unknown_method_names_the_nearest() -> None:
+    with pytest.raises(MergeError, match="did you mean 'ties'"):
+        parse_parameters("tie", {})
+
+
+def test_linear_is_the_weighted_mean() -> None:
+    base, first, second = torch.zeros(2), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
+    found = merge_tensors("linear", base, [first, second], weights=[1, 3])
+    assert found.tolist() == [2.5, 5.0]  # (1 + 9) / 4, (2 + 18) / 4
+    plain = merge_tensors("linear", base, [first, second], weights=[1, 3], normalize=False)
+    assert plain.tolist() == [10.0, 20.0]
+    with pytest.raises(MergeError, match="sum to 0"):
+        merge_tensors("linear", base, [first, second], weights=[1, -1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), scale=st.floats(-3, 3))
+def test_task_arithmetic_is_linear_in_lambda(seed: int, scale: float) -> None:
+    base, *experts = (tensor.double() for tensor in tensors(seed, 3))
+    whole = merge_tensors("task_arithmetic", base, experts, lambda_=1.0) - base
+    found = merge_tensors("task_arithmetic", base, experts, lambda_=scale) - base
+    assert torch.allclose(found, scale * whole, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+def test_lambda_zero_gives_the_base_bit_for_bit(method: str) -> None:
+    base, *experts = tensors(5, 3)
+    base[0] = -0.0
+    found = merge_tensors(method, base, experts, lambda_=0.0)
+    assert torch.equal(found.view(torch.int32), base.view(torch.int32))
+
+
+def test_ties_by_hand() -> None:
+    """Density 0.5 of 4 keeps 2. Expert 1: [3, -1, 2, 0] -> [3, 0, 2, 0]; expert 2:
+    [-4, 2, 1, 0] -> [-4, 2, 0, 0]. Signs of the sums [-1, 2, 2, 0]: -, +, +, +. Means of what
+    agrees: -4, 2, 2, nothing. Base 10."""
+    base = torch.full((4,), 10.0)
+    deltas = [torch.tensor([3.0, -1.0, 2.0, 0.0]), torch.tensor([-4.0, 2.0, 1.0, 0.0])]
+    found = merge_tensors("ties", base, [base + delta for delta in deltas], density=0.5)
+    assert found.tolist() == [6.0, 12.0, 12.0, 10.0]
+
+
+def test_ties_keeps_the_lowest_indices_among_equal_magnitudes() -> None:
+    base = torch.zeros(6)
+    expert = torch.tensor([1.0, -1.0, 1.0, 2.0, -1.0, 1.0])
+    found = merge_tensors("ties", base, [expert], density=0.5)  # 3 of 6: the 2, then two ones
+    assert found.tolist() == [1.0, -1.0, 0.0, 2.0, 0.0, 0.0]
+
+
+def test_ties_election_before_or_after_weighting() -> None:
+    """Deltas 1 and -2 with weights 3 and 1: weighted 3 - 2 > 0 elects +, unweighted 1 - 2 elects -.
+    mergekit: 3*1 / 3 = 1. peft: 1*(-2) / 1 = -2."""
+    base, experts = torch.zeros(1), [torch.ones(1), torch.full((1,), -2.0)]
+    options: dict[str, Any] = {"weights": [3.0, 1.0], "density": 1.0}
+    assert merge_tensors("ties", base, experts, preset="mergekit", **options).item() == 1.0
+    assert merge_tensors("ties", base, experts, preset="peft", **options).item() == -2.0
+
+
+def test_ties_of_agreeing_signs_at_density_one_is_the_mean() -> None:
+    base, *experts = tensors(6, 4)
+    experts = [base + expert.abs() for expert in experts]
+    found = merge_tensors("ties", base, experts, density=1.0)
+    assert torch.allclose(found, torch.stack(experts).mean(0), atol=1e-6)
+
+
+def test_ties_with_density_zero_is_the_base() -> None:
+    base, *experts = tensors(7, 3)
+    assert torch.equal(merge_tensors("ties", base, experts, density=0.0), base)
+
+
+def slow_ties(
+    base: Tensor, experts: list[Tensor], weights: list[float], density: float, preset: str
+) -> Tensor:
+    """Entry by entry with full sorts, from the definitions; scope `model` over one tensor."""
+    count = max(1, int(density * base.numel()))
+    kept: list[list[float]] = []
+    for expert in experts:
+        delta = (expert - base).flatten().tolist()
+        order = sorted(range(len(delta)), key=lambda i, d=delta: (-abs(d[i]), i))[:count]
+        limit = abs(delta[order[-1]])
+        if preset == "paper":
+            kept.append([d if abs(d) >= limit else 0.0 for d in delta])
+        else:
+            kept.append([d if i in set(order) else 0.0 for i, d in enumerate(delta)])
+    merged = []
+    for entries in zip(*kept, strict=True):
+        votes = weights if preset == "mergekit" else [1.0] * len(weights)
+        positive = sum(v * e for v, e in zip(votes, entries, strict=True)) >= 0
+        total = divisor = 0.0
+        for entry, weight, vote in zip(entries, weights, votes, strict=True):
+            if entry * vote != 0 and (entry * vote > 0) == positive:
+                total += weight * entry
+                divisor += weight if preset == "mergekit" else 1.0
+        merged.append(total / divisor if divisor else total)
+    return base + torch.tensor(merged, dtype=base.dtype).view_as(base)
+
+
+@pytest.mark.parametrize("preset", ["mergekit", "peft", "paper"])
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    density=st.floats(0.01, 1),
+    weights=st.lists(st.floats(0.1, 2), min_size=1, max_size=4),
+    coarse=st.booleans(),
+)
+def test_ties_equals_a_slow_reference(
+    preset: str, seed: int, density: float, weights: list[float], coarse: bool
+) -> None:
+    base, *experts = (t.double() for t in tensors(seed, 1 + len(weights), shape=(7, 5)))
+    if coarse:  # many equal magnitudes
+        base, experts = base.round(), [expert.round() for expert in experts]
+    else:  # magnitudes are compared in float32
+        base, experts = torch.zeros_like(base), [e.float().double() for e in experts]
+    found = merge_tensors("ties", base, experts, weights=weights, density=density, preset=preset)
+    assert torch.allclose(found, slow_ties(base, experts, weights, density, preset), atol=1e-9)

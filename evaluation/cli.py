@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -174,7 +173,10 @@ def grade(
             unsafe_execution=unsafe_execution,
             progress=step,
         )
-    typer.echo(summary)
+    typer.echo(
+        f"pass@1 on {benchmark}: {summary.base:.3f} on the base tests, {summary.plus:.3f} with the "
+        f"extra tests ({summary.samples} samples)"
+    )
     typer.echo(f"The verdicts are in {target}")
 
 
@@ -280,22 +282,27 @@ FAULTS = {
 
 def main() -> None:
     """The entry point: runs a command and turns what went wrong into words and an exit code."""
-    # A class can only have been raised when its module was imported; no need to import the rest.
     try:
         sys.exit(app(standalone_mode=False))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except click.ClickException as error:
+    except Exception as error:
+        sys.exit(_tell(error))
+
+
+def _tell(error: Exception) -> int:
+    """Says what the user can do about it; what is no fault of theirs goes on as it is."""
+    if hasattr(error, "show") and hasattr(error, "exit_code"):  # the command line itself
         error.show()
-        sys.exit(error.exit_code)
-    except ValueError as error:
-        faults = tuple(
-            getattr(sys.modules[module], name)
-            for module, name in FAULTS.items()
-            if module in sys.modules
-        )
-        if not isinstance(error, faults):
-            raise
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
-        sys.exit(2)
+        return int(error.exit_code)
+    # A class can only have been raised when its module was imported; no need to import the rest.
+    faults = tuple(
+        getattr(sys.modules[module], name)
+        for module, name in FAULTS.items()
+        if module in sys.modules
+    )
+    if not isinstance(error, faults):
+        raise error
+    for line in str(error).splitlines():
+        typer.echo(f"error: {line}", err=True)
+    return 2

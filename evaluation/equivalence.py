@@ -39,6 +39,7 @@ from evaluation.models import (
 )
 from evaluation.progress import Bar
 from evaluation.text import encode, encode_pair
+from evaluation.training import suit_threads
 from merging import TensorSource, merged_tensors, parse_parameters
 from results import Divergence, Store
 
@@ -215,6 +216,7 @@ def measure(
             continue
         bar.describe(f"equivalence · alpha {alpha:g}")
         models = _models(experiment, family, compared, alpha)
+        suit_threads(models["base"])
         for text in missing:
             store.add_divergences(_compare(models, compared, text, alpha, keys))
             bar.advance()

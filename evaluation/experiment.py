@@ -19,6 +19,7 @@ from composition import RULES, CompositionError, parse_combination
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import BenchmarkEntry, Settings
 from evaluation.errors import InputError
+from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
 from merging import METHODS, MergeError, parse_parameters
 
@@ -126,6 +127,7 @@ def load_experiment(
                 notes.append(f"{where}: {reference} is taken for a hub id; not checked here")
         except InputError as error:
             faults += [f"{where}: {fault}" for fault in error.faults]
+    faults += _letters_faults(raw)
     faults += _model_faults(raw)
     faults += _benchmark_faults(raw, data_dir, unsafe_execution)
     if faults or experiment is None:
@@ -254,6 +256,27 @@ def _references(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
     experts = raw.get("experts")
     named = experts.items() if isinstance(experts, dict) else ()
     return [("base", raw.get("base")), *((f"experts.{name}", value) for name, value in named)]
+
+
+def _letters_faults(raw: Mapping[str, Any]) -> list[str]:
+    """The base copies, every expert has a skill; letters models and others do not mix."""
+    faults = []
+    named = [
+        (where, value.get("letters") if isinstance(value, dict) else None)
+        for where, value in _references(raw)
+    ]
+    for where, text in named:
+        try:
+            skill = None if text is None else parse_skill(str(text))
+        except InputError as error:
+            faults += [f"{where}: {fault}" for fault in error.faults]
+            continue
+        if text is not None and (skill is None) != (where == "base"):
+            expected = "copy" if where == "base" else "a skill such as 'A->B'"
+            faults.append(f"{where}: found letters {text!r}; expected {expected}")
+    if len({text is None for _, text in named}) > 1:
+        faults.append("letters models and others cannot be mixed in one experiment")
+    return faults
 
 
 def _model_faults(raw: Mapping[str, Any]) -> list[str]:

@@ -247,7 +247,8 @@ def _sentence(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         parents: dict[str, type[BaseModel]] = {"data": Data, "lora": Lora, "exclude": Range}
         inside = [parents[str(part)] for part in fault["loc"][:-1] if str(part) in parents]
-        known = list([ExpertSpec, *inside][-1].model_fields)
+        model: type[BaseModel] = inside[-1] if inside else ExpertSpec
+        known = list(model.model_fields)
         return f"{where}: unknown key{nearest(str(fault['loc'][-1]), known)}"
     if fault["type"] == "missing":
         return f"{where}: this key is missing"

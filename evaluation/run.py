@@ -45,6 +45,7 @@ from evaluation.models import (
 )
 from evaluation.progress import Bar, bar, steps
 from evaluation.references import Reference, fetch, resolve, search_path
+from evaluation.training import suit_threads
 from results import Answer, Cell, Store
 from results.report import write_report
 
@@ -247,6 +248,7 @@ def _answer_all(
         for planned, form, group in _by_model(open_tasks):
             shown.describe(f"{planned.name} · loading")
             runtime = load(planned, families[form], experiment)
+            suit_threads(runtime.model)
             for task in group:
                 shown.describe(f"{planned.name} · {task.bench.name}")
                 done |= _answer_task(experiment, runtime, task, done, store, shown)

@@ -173,10 +173,7 @@ def grade(
             unsafe_execution=unsafe_execution,
             progress=step,
         )
-    typer.echo(
-        f"pass@1 on {benchmark}: {summary.base:.3f} on the base tests, {summary.plus:.3f} with the "
-        f"extra tests ({summary.samples} samples)"
-    )
+    typer.echo(summary)
     typer.echo(f"The verdicts are in {target}")
 
 

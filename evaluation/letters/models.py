@@ -94,7 +94,7 @@ def _train(
     if form == "aligned":
         plan = {"steps": 300, "learning_rate": 3e-3, "warmup": 20}
     elif base is None:
-        plan = {"steps": 2000, "learning_rate": 3e-3, "warmup": 100}
+        plan = {"steps": 1500, "learning_rate": 3e-3, "warmup": 100}
     else:
         plan = {"steps": 300, "learning_rate": 1e-3, "warmup": 20}
     batches = _batches(skill, form, number, tokenizer)

@@ -7,9 +7,8 @@ written, no /tmp, no /proc, no /sys, and of /dev four harmless devices. Limits o
 processes, open files and file sizes are the worker's own (`Config`); time is kept by process.py.
 
 An ordinary user gets a user namespace. Root needs none, and would stay root behind one for
-everything the kernel counts by user (a limit on processes does not bind root); so root starts the
-worker with the right to become someone else, and the first thing it does is to become a user
-without a name or a file.
+everything the kernel counts by user (a limit on processes does not bind root); so root's worker
+keeps the right to start programs as another user, one without a name or a file, and to end them.
 
 With `unsafe`, the same worker runs without walls: for machines that cannot have them, and only
 where a person asks for it.
@@ -100,7 +99,8 @@ def _walls(root: bool) -> list[str]:
     spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     spaces += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
     if root:
-        spaces += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_KILL"):
+            spaces += ["--cap-add", capability]
     else:
         spaces += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     settings = [("--setenv", name, value) for name, value in _settings(OURS).items()]

@@ -40,6 +40,7 @@ from typing import Any
 LARGE = 16 << 20  # bytes; one output of Mbpp/255 would be a gigabyte of text
 LARGE_TEXT = 1 << 20
 MAX_DEPTH = 100
+MANY = 1000  # items of a set; below, equal hashes cost nothing (-1 and -2 have the same)
 SAFE_INT = 1 << 63  # larger ones in hexadecimal, which is read in linear time
 DTYPES = {
     *("|b1", "|i1", "|u1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
@@ -220,8 +221,8 @@ def _parts(body: Any, depth: int, count: int) -> list[Any]:
 
 
 def _distinct(items: list[Any]) -> list[Any]:
-    """Items for a set; refused where most share a hash, since adding them would take for ever."""
-    if 2 * len({hash(item) for item in items}) < len(items):
+    """Items for a set; many of one hash are refused, since adding them would take for ever."""
+    if len(items) > MANY and 2 * len({hash(item) for item in items}) < len(items):
         raise CodecError("most items have the same hash")
     return items
 

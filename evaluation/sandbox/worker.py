@@ -7,9 +7,10 @@ bytes without looking at them. So whatever the program does to its own process e
 it holds no descriptor on which it could speak for this process.
 
 Between jobs nothing survives: as process 1 of its namespace, this process kills all others. It
-cannot be killed from inside (process 1 takes no signal that it does not handle), cannot be traced
-(not dumpable), and where a job changed its limits it says so (`dirty`) and is replaced. Run
-without bubblewrap it is an ordinary process, and none of that holds.
+cannot be killed from inside (process 1 takes no signal that it does not handle) and cannot be
+traced (not dumpable). Started by root, it runs programs as another user; else a program could
+change its limits, and then it says so (`dirty`) and is replaced. Run without bubblewrap it is an
+ordinary process, and none of that holds.
 
 Frames in both directions: one byte of kind, four of length (big endian), the body.
 
@@ -44,7 +45,6 @@ from evaluation.sandbox.codec import decode, encode
 HEADER = struct.Struct(">cI")
 LENGTH = struct.Struct(">I")
 CHUNK = 1 << 16
-PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 WARM = (
     *("bisect", "collections", "copy", "datetime", "fractions", "functools", "heapq", "itertools"),
@@ -64,7 +64,7 @@ class Config(TypedDict):
     """What the sandbox is started with."""
 
     packages: str | None  # folder with numpy
-    uid: int | None  # to become, where the sandbox was started by root
+    uid: int | None  # of the programs, where the sandbox was started by root
     alone: bool  # process 1 of its own namespace
     memory_bytes: int
     file_bytes: int
@@ -90,19 +90,13 @@ def main() -> None:
     while True:
         kind, body = receive()
         if kind == b"J":  # a stop that came after the end of its run finds nothing to do
-            run(body, config["alone"])
+            run(body, config)
 
 
 def enter(config: Config) -> None:
-    """Gives up what the programs shall not have, then imports what they may want."""
-    if config["uid"] is not None:
-        os.setgroups([])
-        os.setgid(config["uid"])
-        os.setuid(config["uid"])
+    """Limits what the programs inherit, then imports what they may want."""
     if config["alone"]:
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # bubblewrap's, lost with the old uid
-        prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores what has no handler
     limits = {
         resource.RLIMIT_CORE: 0,
@@ -151,13 +145,14 @@ def condition() -> Condition:
     )
 
 
-def run(job: bytes, alone: bool) -> None:
+def run(job: bytes, config: Config) -> None:
+    alone = config["alone"]
     before = condition() if alone else None
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read_end)
-        answer(job, write_end)
+        answer(job, write_end, config["uid"])
     os.close(write_end)
     with suppress(OSError):
         os.setpgid(child, child)  # the child does so too; whoever comes first
@@ -225,7 +220,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 # ------------------------------------------------------------------------------ the child's side
 
 
-def answer(job: bytes, replies: int) -> None:
+def answer(job: bytes, replies: int, uid: int | None) -> None:
     """Runs one job in the child and ends it; never returns."""
     try:
         task: Job = json.loads(job)
@@ -237,6 +232,10 @@ def answer(job: bytes, replies: int) -> None:
         os.closerange(3, replies)
         os.closerange(replies + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_CPU, (task["cpu_seconds"], task["cpu_seconds"] + 1))
+        if uid is not None:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
         call(task, replies)
         os._exit(0)
     finally:

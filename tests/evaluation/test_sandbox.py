@@ -413,9 +413,10 @@ def test_nothing_of_one_program_reaches_the_next(sandbox: Sandbox) -> None:
     assert value(sandbox, second) == "[false,false,false]"
 
 
-def test_a_worker_whose_limits_were_changed_is_replaced(sandbox: Sandbox) -> None:
+def test_a_worker_keeps_its_limits_or_is_replaced(sandbox: Sandbox) -> None:
+    """Where root started it the change is refused, elsewhere it is noticed."""
     harm = "import resource as r\ndef f(): r.prlimit(1, r.RLIMIT_NPROC, (0, 0)); return 1"
-    assert value(sandbox, harm) == "1"
+    assert value(sandbox, harm) in ("1", "!PermissionError: [Errno 1] Operation not permitted")
     assert value(sandbox, "import os\ndef f():\n if os.fork() == 0: os._exit(0)\n return 1") == "1"
 
 

@@ -93,7 +93,8 @@ def alpha_figure(equivalence: pd.DataFrame) -> str | None:
         for axes in panels:
             handles, labels = axes.get_legend_handles_labels()
             lines |= dict(zip(labels, handles, strict=True))
-        figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=3)
+        columns = max(1, len(panels) // 2)  # a label is about two panels wide
+        figure.legend(lines.values(), lines.keys(), loc="outside upper left", ncols=columns)
         return _svg(figure)
 
 

@@ -29,7 +29,7 @@ from evaluation.benchmarks.contract import (
 from evaluation.errors import InputError
 from evaluation.letters.task import SEPARATOR, Skill, apply, parse_skill, sample
 
-ITEMS = 500
+ITEMS = 400
 WITHIN, BEYOND = range(4, 13), range(13, 17)  # lengths
 ROOM = 8  # tokens that a model may write beyond the right answer
 

@@ -92,11 +92,11 @@ def _train(
     torch.manual_seed(number)
     model = _new_model(tokenizer) if base is None else LlamaForCausalLM.from_pretrained(base)
     if form == "aligned":
-        plan = {"steps": 300, "learning_rate": 3e-3, "warmup": 20}
+        plan = {"steps": 200, "learning_rate": 3e-3, "warmup": 20}
     elif base is None:
-        plan = {"steps": 1500, "learning_rate": 3e-3, "warmup": 100}
+        plan = {"steps": 1800, "learning_rate": 3e-3, "warmup": 100}
     else:
-        plan = {"steps": 300, "learning_rate": 1e-3, "warmup": 20}
+        plan = {"steps": 400, "learning_rate": 1e-3, "warmup": 20}
     batches = _batches(skill, form, number, tokenizer)
     fit(model, batches, shifted=form == "causal", progress=progress, **plan)  # type: ignore[arg-type]
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")

@@ -370,7 +370,19 @@ def _benchmark_faults(
             faults.append(f"{where}: {_unknown_benchmark(benchmark)}")
         elif isinstance(benchmark, str):
             faults += [f"{where}: {fault}" for fault in BENCHMARKS[benchmark].faults(settings)]
+        else:
+            faults += [f"{where}: {fault}" for fault in _task_faults(benchmark, settings)]
     return faults
+
+
+def _task_faults(benchmark: Any, settings: Settings) -> list[str]:
+    """An unknown or unfit task of lm-eval; what is no task at all, the schema has told."""
+    try:
+        return benchmark_entry(LmEvalTask.model_validate(benchmark)).faults(settings)
+    except ValidationError:
+        return []
+    except InputError as error:
+        return error.faults
 
 
 def _unknown_benchmark(name: str) -> str:

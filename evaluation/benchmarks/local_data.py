@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,14 @@ def file_faults(settings: Settings, *names: str) -> list[str]:
     ]
 
 
-def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
+def read_rows(
+    path: Path, fields: Sequence[str], texts: Mapping[str, str] | None = None
+) -> list[Row]:
     """The rows of a .jsonl file; every row has the fields.
+
+    Args:
+        texts: fields that must be text, each with a regular expression to be found in it; "" for
+            any text.
 
     Raises:
         InputError: the file cannot be read, or a line is no such row; names file and line.
@@ -35,7 +43,9 @@ def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
         with path.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    rows.append(_row(path, number, line, fields))
+                    where = f"{path}, line {number}"
+                    rows.append(_row(where, line, fields))
+                    _check_texts(where, rows[-1], texts or {})
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     if not rows:
@@ -43,25 +53,35 @@ def read_rows(path: Path, fields: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _row(path: Path, number: int, line: str, fields: Sequence[str]) -> Row:
+def _row(where: str, line: str, fields: Sequence[str]) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {number}: no valid JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: no valid JSON ({error})") from None
     if not isinstance(row, dict):
-        raise InputError(f"{path}, line {number}: {type(row).__name__}; expected a JSON object")
+        raise InputError(f"{where}: {type(row).__name__}; expected a JSON object")
     missing = [field for field in fields if field not in row]
     if missing:
         raise InputError(
-            f"{path}, line {number}: the fields {', '.join(missing)} are missing; expected "
-            f"{', '.join(fields)}"
+            f"{where}: the fields {', '.join(missing)} are missing; expected {', '.join(fields)}"
         )
     return row
 
 
+def _check_texts(where: str, row: Row, texts: Mapping[str, str]) -> None:
+    for field, pattern in texts.items():
+        text = row[field]
+        if not isinstance(text, str) or re.search("[\ud800-\udfff]", text):  # half a character
+            raise InputError(f"{where}: {field} is {text!a:.60}; expected text")
+        if not re.search(pattern, text):
+            raise InputError(
+                f"{where}: {field} is {text!r:.60}; expected text in which `{pattern}` is found"
+            )
+
+
 def rows_digest(rows: Sequence[Row]) -> str:
     """SHA-256 of the rows' contents, wherever they came from."""
-    text = json.dumps(list(rows), sort_keys=True, ensure_ascii=False)
+    text = json.dumps(list(rows), sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -73,11 +93,21 @@ def hub_rows(path: str, name: str | None, split: str) -> list[Row]:
     """
     import datasets
 
+    with told(
+        f"the data set {path} cannot be fetched from the hub; without a network, name a folder "
+        "with the benchmark files by --data-dir"
+    ):
+        return [dict(row) for row in datasets.load_dataset(path, name, split=split)]
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turns any exception of foreign code into one sentence: the hub's client and the tasks of
+    lm-eval raise dozens of kinds."""
     try:
-        found = datasets.load_dataset(path, name, split=split)
-    except Exception as error:  # the hub's client raises dozens of kinds
-        raise InputError(
-            f"the data set {path} cannot be fetched from the hub ({str(error).splitlines()[0]}); "
-            "without a network, name a folder with the benchmark files by --data-dir"
-        ) from None
-    return [dict(row) for row in found]
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{what} ({type(error).__name__}: {reason})") from error

@@ -5,6 +5,13 @@
 Teacher-forced, problem and solution tokenised apart, no EOS, the solution cut to its first 600
 tokens. An item is a row, so models are compared in pairs. A model that solves next to nothing
 still shows what it knows here.
+
+    GSM8K       `Question: {question}\\nAnswer:`        ` {answer}`
+    MATH        `Problem:\\n{problem}\\n\\nSolution:`   ` {solution}`
+    code        the problem's prompt, unstripped       its canonical solution
+
+The leaderboard's mean is over items, each the same weight. The mean over tokens, which long
+solutions dominate, is the sum of `nats` over the sum of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ from evaluation.benchmarks.contract import (
     Score,
     Settings,
 )
-from evaluation.benchmarks.lm_eval_tasks import gsm8k_rows, math_rows
+from evaluation.benchmarks.lm_eval_adapter import ID
+from evaluation.benchmarks.lm_eval_local import gsm8k_rows, math_rows
 from evaluation.benchmarks.local_data import file_faults, rows_digest
 from evaluation.errors import InputError
 
@@ -65,7 +73,7 @@ def _gsm8k(settings: Settings) -> list[Pair]:
 
 def _math(settings: Settings) -> list[Pair]:
     return [
-        (row["mergescope_id"], f"Problem:\n{row['problem']}\n\nSolution:", f" {row['solution']}")
+        (row[ID], f"Problem:\n{row['problem']}\n\nSolution:", f" {row['solution']}")
         for row in math_rows(settings)
     ]
 

@@ -164,6 +164,21 @@ def test_a_hub_id_is_noted_and_not_asked_for(tmp_path: Path) -> None:
     assert loaded.notes[0] == "base: org/base is taken for a hub id; not checked here"
 
 
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("gsm8k_cott", "did you mean gsm8k_cot"),
+        ("humaneval", "runs generated programs outside any sandbox"),
+        ("mbpp", "runs generated programs outside any sandbox"),
+    ],
+)
+def test_a_task_of_lm_eval_is_checked_before_anything_runs(
+    tmp_path: Path, task: str, expected: str
+) -> None:
+    told = faults(tmp_path, {"benchmarks": ["letters", {"lm_eval": task}]})
+    assert any(expected in fault for fault in told), told
+
+
 def test_letters_benchmarks_need_letters_models(tmp_path: Path) -> None:
     told = faults(tmp_path, {"experts": {"m": "org/math"}, "base": "org/base"})
     assert any("letters" in fault for fault in told)

@@ -131,17 +131,21 @@ def _append(runtime: Runtime, row: _Row, token: int) -> None:
         row.ended = True
         return
     last = len(row.generated) >= row.request.max_new_tokens
-    # A stop string of n bytes is spread over at most n tokens: only the tail must be decoded.
-    window = max((len(stop.encode()) for stop in row.request.stops), default=0) + 4
-    tail = decode_completion(
-        runtime.tokenizer,
-        [*row.prompt, *row.generated[:-window]],
-        row.generated[-window:],
-    )
-    if not last and not any(stop in tail for stop in row.request.stops):
+    if not last and not _stop_in_tail(runtime, row):
         return
     whole = decode_completion(runtime.tokenizer, row.prompt, row.generated)
     row.text, row.ended = cut_at_stops(whole, row.request.stops)
+
+
+def _stop_in_tail(runtime: Runtime, row: _Row) -> bool:
+    """A stop string of n bytes is spread over at most n tokens: only the tail must be decoded."""
+    stops = row.request.stops
+    if not stops:
+        return False
+    window = max(len(stop.encode()) for stop in stops) + 4
+    before = [*row.prompt, *row.generated[:-window]]
+    tail = decode_completion(runtime.tokenizer, before, row.generated[-window:])
+    return any(stop in tail for stop in stops)
 
 
 def _output(row: _Row) -> Output:

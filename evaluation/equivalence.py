@@ -36,6 +36,7 @@ from evaluation.models import (
     planned_models,
     read_config,
     resolved_parameters,
+    weights,
 )
 from evaluation.progress import Bar
 from evaluation.text import encode, encode_pair
@@ -89,6 +90,8 @@ class ScaledSource:
         if not base.is_floating_point():
             return base
         base = base.double()
+        if self._alpha == 0:
+            return base
         return base + self._alpha * (self._expert.read(name).double() - base)
 
     def digest(self) -> str:
@@ -203,6 +206,7 @@ def measure(
     }
     store.select_divergences(keys.values())
     done = store.finished_divergences(keys.values())
+    base: Any = None  # in float64, and the same at every alpha
     for alpha in spec.alphas:
         missing = [
             text
@@ -215,10 +219,11 @@ def measure(
         if not missing:
             continue
         bar.describe(f"equivalence · alpha {alpha:g}")
-        models = _models(experiment, family, compared, alpha)
-        suit_threads(models["base"])
-        for text in missing:
-            store.add_divergences(_compare(models, compared, text, alpha, keys))
+        if base is None:
+            base = _double(experiment, family, weights(family.base, torch.float64))
+            suit_threads(base)
+        for rows in _at_alpha(experiment, family, base, compared, missing, alpha, keys):
+            store.add_divergences(rows)
             bar.advance()
 
 
@@ -235,41 +240,53 @@ def _key(pair: Pair, family: Family, alpha: float, text: Text) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _models(
-    experiment: Experiment, family: Family, compared: Sequence[Pair], alpha: float
-) -> dict[str, Any]:
-    """Base, experts and merges with task vectors scaled by alpha, in float64."""
+def _at_alpha(
+    experiment: Experiment,
+    family: Family,
+    base: Any,
+    compared: Sequence[Pair],
+    found: Sequence[Text],
+    alpha: float,
+    keys: Mapping[tuple[float, str, str, str], str],
+) -> Iterator[list[Divergence]]:
+    """The rows of one text after the other; the scaled models live only as long as this does."""
+    models = {"base": base, **_scaled(experiment, family, compared, alpha)}
+    for text in found:
+        yield _compare(models, compared, text, alpha, keys)
+
+
+def _double(experiment: Experiment, family: Family, state: Mapping[str, Tensor]) -> Any:
     device = choose_device(experiment.generation.device)
     if device.type == "mps":  # has no float64
         device = torch.device("cpu")
+    return build(family.base.folder, state, torch.float64, device)
+
+
+def _scaled(
+    experiment: Experiment, family: Family, compared: Sequence[Pair], alpha: float
+) -> dict[str, Any]:
+    """Experts and merges with task vectors scaled by alpha, in float64."""
     base = ScaledSource(family.base, family.base, 0.0)
     experts = {
         name: ScaledSource(family.base, expert, alpha) for name, expert in family.experts.items()
     }
-    folder = family.base.folder
-
-    def ready(state: Mapping[str, Tensor]) -> Any:
-        return build(folder, state, torch.float64, device)
-
-    models = {"base": ready({name: base.read(name) for name in base.names()})}
-    for name, expert in experts.items():
-        models[name] = ready({tensor: expert.read(tensor) for tensor in expert.names()})
+    models = {
+        name: _double(experiment, family, weights(expert, torch.float64))
+        for name, expert in experts.items()
+    }
     for pair in compared:
         model = pair.planned.model
         if model is None or model.method is None:
             continue
-        models[pair.planned.name] = ready(
-            dict(
-                merged_tensors(
-                    base,
-                    list(experts.values()),
-                    model.method,
-                    weights=model.weights,
-                    parameters=parse_parameters(model.method, model.parameters),
-                    dtype=torch.float64,
-                )
-            )
+        merged = merged_tensors(
+            base,
+            list(experts.values()),
+            model.method,
+            weights=model.weights,
+            parameters=parse_parameters(model.method, model.parameters),
+            dtype=torch.float64,
         )
+        models[pair.planned.name] = _double(experiment, family, dict(merged))
     return models
 
 

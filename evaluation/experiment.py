@@ -117,7 +117,7 @@ def load_experiment(
     Raises:
         InputError: with one sentence for every fault found.
     """
-    raw = _read_yaml(path)
+    raw = _read_mapping(path)
     experiment, faults = _parse(raw)
     folders = search_path(path.resolve(), data_dir)
     notes: list[str] = []
@@ -196,15 +196,24 @@ def settings_for(
     )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        InputError: it cannot be read, or is no YAML.
+    """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"there is no file {path}; expected an experiment in YAML") from None
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise InputError(f"there is no file {path}; expected an experiment in YAML")
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise InputError(
             f"{path} holds {type(raw).__name__}; expected a mapping with the keys "

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.benchmarks.local_data import read_rows
 from evaluation.errors import InputError
-from evaluation.experiment import nearest
+from evaluation.experiment import nearest, read_yaml
 from evaluation.models import DTYPES, build, choose_device, load_tokenizer, open_family, weights
 from evaluation.references import fetch, resolve, search_path
 from evaluation.text import encode
@@ -90,13 +89,7 @@ def load_expert_spec(path: Path) -> ExpertSpec:
         InputError: with a sentence for every fault.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    try:
-        return ExpertSpec.model_validate(raw)
+        return ExpertSpec.model_validate(read_yaml(path))
     except ValidationError as error:
         raise InputError([f"{path}: {_sentence(fault)}" for fault in error.errors()]) from None
 
@@ -215,7 +208,6 @@ def _with_adapter(model: Any, spec: ExpertSpec) -> Any:
         lora_alpha=spec.lora.alpha,
         target_modules=spec.lora.target_modules,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=spec.base,
     )
     try:
         return get_peft_model(model, config)
@@ -228,7 +220,7 @@ def _save(model: Any, tokenizer: Any, spec: ExpertSpec, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if spec.method == "lora":
-            for config in model.peft_config.values():
+            for config in model.peft_config.values():  # PEFT names what it was given: a None
                 config.base_model_name_or_path = spec.base
         else:
             tokenizer.save_pretrained(partial)

@@ -9,7 +9,6 @@ end-of-sequence ids, so that a table holds one protocol.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,10 +32,13 @@ from evaluation.references import Reference
 from merging import (
     MergeError,
     TensorSource,
+    differences,
+    file_digest,
     merged_tensors,
     open_adapter,
     open_checkpoint,
     parse_parameters,
+    read_json,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,7 +130,8 @@ def open_family(base: Reference, experts: Mapping[str, Reference], dtype: str) -
         except (MergeError, InputError) as error:
             faults += [f"experts.{name}: {line}" for line in str(error).splitlines()]
             continue
-        faults += [f"experts.{name}: {fault}" for fault in _mismatches(source, opened[name])]
+        found = _mismatches(source, opened[name]) or differences(source, opened[name], "it")
+        faults += [f"experts.{name}: {fault}" for fault in found]
     if faults:
         raise InputError(faults)
     return Family(source, opened)
@@ -166,19 +169,16 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json.
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A model's config.json, or another of its JSON files.
 
     Raises:
         InputError: it is missing or no JSON object.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{folder / 'config.json'} holds no JSON object")
-    return config
+        return read_json(folder / name)
+    except MergeError as error:
+        raise InputError(str(error)) from None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -232,12 +232,7 @@ def combination(model: Model, experts: int) -> Combination:
     )
 
 
-def tensors(
-    planned: PlannedModel,
-    family: Family,
-    dtype: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Tensor]:
+def tensors(planned: PlannedModel, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a base, an expert or a merge, in `dtype`."""
     if planned.kind == "merge":
         model = planned.model
@@ -251,7 +246,6 @@ def tensors(
                 weights=model.weights,
                 parameters=parse_parameters(model.method, model.parameters),
                 dtype=dtype,
-                progress=progress,
             )
         )
     return weights(family.base if planned.kind == "base" else family.experts[planned.name], dtype)
@@ -295,12 +289,7 @@ def build(
     return model.to(device).eval()
 
 
-def load(
-    planned: PlannedModel,
-    family: Family,
-    experiment: Experiment,
-    progress: Callable[[int, int], None] | None = None,
-) -> Runtime:
+def load(planned: PlannedModel, family: Family, experiment: Experiment) -> Runtime:
     """Loads a model of the experiment, ready to answer."""
     from transformers import DynamicCache
 
@@ -308,6 +297,7 @@ def load(
     device = choose_device(experiment.generation.device)
     folder = family.base.folder
     tokenizer = load_tokenizer(folder)
+    ends = eos_ids(family, tokenizer)
     if planned.model is not None and planned.kind == "composition":
         parts = planned_models(experiment)[: planned.components]  # the base and the experts
         base, *experts = (
@@ -315,11 +305,16 @@ def load(
         )
         chosen = combination(planned.model, len(experts))
         model = ComposedForCausalLM.from_models(
-            base, experts, names=list(family.experts), vocab_size=len(tokenizer), **dict(chosen)
+            base,
+            experts,
+            names=list(family.experts),
+            vocab_size=len(tokenizer),
+            eos_ids=sorted(ends),
+            **dict(chosen),
         )
         new_cache: Callable[[], Any] = model.new_cache
     else:
-        model = build(folder, tensors(planned, family, dtype, progress), dtype, device)
+        model = build(folder, tensors(planned, family, dtype), dtype, device)
         text_config = model.config.get_text_config()
 
         def new_cache() -> Any:
@@ -329,7 +324,7 @@ def load(
     return Runtime(
         model=model,
         tokenizer=tokenizer,
-        eos_ids=eos_ids(family, tokenizer),
+        eos_ids=ends,
         new_cache=new_cache,
         model_type=str(read_config(folder).get("model_type", "")),
         max_positions=getattr(config, "max_position_embeddings", None),
@@ -341,9 +336,8 @@ def eos_ids(family: Family, tokenizer: Any) -> frozenset[int]:
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for source in (family.base, *family.experts.values()):
         for name in ("generation_config.json", "config.json"):
-            file = source.folder / name
-            if file.is_file():
-                found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            if (source.folder / name).is_file():
+                found = read_config(source.folder, name).get("eos_token_id")
                 ids.update(found if isinstance(found, list) else [] if found is None else [found])
     return frozenset(ids)
 
@@ -364,11 +358,7 @@ def convert_gguf(file: Path, dtype: str) -> Path:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    folder = cache_folder() / "gguf" / f"{file.stem}-{digest.hexdigest()[:16]}-{dtype}"
+    folder = cache_folder() / "gguf" / f"{file.stem}-{file_digest(file)[:16]}-{dtype}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,13 @@ A method is one file in `merging.methods`; `merged_tensors` streams a whole mode
 from __future__ import annotations
 
 from merging.adapter import Adapter, open_adapter
-from merging.checkpoint import Checkpoint, TensorSource, open_checkpoint
+from merging.checkpoint import (
+    Checkpoint,
+    TensorSource,
+    file_digest,
+    open_checkpoint,
+    read_json,
+)
 from merging.engine import differences, merged_tensors
 from merging.errors import MergeError
 from merging.methods import METHODS, merge_tensors, parse_parameters
@@ -25,6 +31,7 @@ __all__ = [
     "Recipe",
     "TensorSource",
     "differences",
+    "file_digest",
     "load_recipe",
     "merge_tensors",
     "merge_to_folder",
@@ -33,4 +40,5 @@ __all__ = [
     "open_checkpoint",
     "parse_parameters",
     "parse_recipe",
+    "read_json",
 ]

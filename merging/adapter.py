@@ -14,6 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ class Adapter:
         return weight.to(precision) + delta
 
     def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         files = [self.adapter_folder / name for name in ("adapter_config.json", *WEIGHTS)]
         parts = [self._base.digest(), *(file_digest(file) for file in files if file.is_file())]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()

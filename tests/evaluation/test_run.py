@@ -18,6 +18,8 @@ import evaluation.run as run_module
 from evaluation.equivalence import keep_double
 from evaluation.errors import InputError
 from evaluation.experiment import load_experiment
+from evaluation.models import load, open_family, planned_models
+from evaluation.references import Reference
 from evaluation.run import measure_equivalence, run_experiment
 
 COLUMNS = (
@@ -181,6 +183,40 @@ def test_an_expert_of_another_shape_or_vocabulary_is_told(
     text = str(raised.value)
     assert "experts.first: num_hidden_layers is 1 where the base has 2" in text
     assert "experts.second: vocab_size is 77 where the base has 99" in text
+
+
+def test_an_expert_that_lacks_a_tensor_is_told_before_anything_is_answered(
+    experiment: Path, tmp_path: Path, data: Path
+) -> None:
+    file = tmp_path / "second" / "model.safetensors"
+    state = load_file(file)
+    del state["model.norm.weight"]
+    save_file(state, file, {"format": "pt"})
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=r"experts\.second: it lacks 1 tensors \(model\.norm"):
+        run(experiment, out, data)
+    with sqlite3.connect(out / "records.sqlite") as store:
+        assert store.execute("SELECT count(*) FROM answers").fetchone() == (0,)
+
+
+def test_a_broken_generation_config_is_told(experiment: Path, tmp_path: Path, data: Path) -> None:
+    (tmp_path / "first" / "generation_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"generation_config\.json cannot be read"):
+        run(experiment, tmp_path / "out", data)
+
+
+def test_the_eos_rule_knows_every_id_that_ends_a_text(experiment: Path, tmp_path: Path) -> None:
+    """The base ends with id 2; an expert that ends with 40 as well makes both count for all."""
+    (tmp_path / "first" / "generation_config.json").write_text('{"eos_token_id": [2, 40]}')
+    loaded = load_experiment(experiment).experiment
+    named = {
+        name: Reference(name, "checkpoint", tmp_path / name) for name in ("base", "first", "second")
+    }
+    family = open_family(named.pop("base"), named, "float32")
+    (logit,) = (m for m in planned_models(loaded) if m.kind == "composition")
+    runtime = load(logit, family, loaded)
+    assert runtime.eos_ids == {2, 40}
+    assert runtime.model.eos_ids == [2, 40]
 
 
 def test_results_that_cannot_be_written_are_told(

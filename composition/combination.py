@@ -48,6 +48,9 @@ def parse_combination(given: Mapping[str, Any], experts: int) -> Combination:
     for key in given:
         if key not in known:
             faults.append(f"{key}: unknown key{_nearest(str(key), known)}")
+    rule = given.get("rule", Combination.model_fields["rule"].default)
+    if isinstance(rule, str) and rule not in RULES:
+        faults.append(f"unknown rule {rule!r}{_nearest(rule, list(RULES))}")
     try:
         chosen = Combination.model_validate({k: v for k, v in given.items() if k in known})
     except ValidationError as error:
@@ -56,13 +59,11 @@ def parse_combination(given: Mapping[str, Any], experts: int) -> Combination:
             for fault in error.errors()
         ]
         raise CompositionError("\n".join(faults)) from None
-    if chosen.rule not in RULES:
-        faults.append(f"unknown rule {chosen.rule!r}{_nearest(chosen.rule, list(RULES))}")
-    elif chosen.weights is None and experts:
+    if chosen.rule in RULES and chosen.weights is None and experts:
         weight = RULES[chosen.rule].default_weight(experts)
         chosen = chosen.model_copy(update={"weights": (weight,) * experts})
     weights = chosen.weights or ()
-    if len(weights) != experts:
+    if len(weights) != experts and chosen.rule in RULES:
         faults.append(f"{len(weights)} weights for {experts} experts; expected one an expert")
     if not all(map(math.isfinite, weights)):
         faults.append(f"the weights are {list(weights)}; expected finite numbers")

@@ -1,4 +1,4 @@
-"""A progress bar with an ETA; where there is no terminal, a plain line every few seconds."""
+"""A progress bar with an ETA; where there is no terminal, plain lines."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class _TerminalBar:
 
 
 class _LineBar:
-    """For logs and pipes: `42% letters · logit, 0:35 left` at most every ten seconds."""
+    """For logs and pipes: a line where the work changes, and one with the ETA every ten seconds."""
 
     def __init__(self, text: str, total: float) -> None:
         self._text, self._total, self._done = text, total, 0.0
         self._start = self._last = time.monotonic()
+        self._print(text)
 
     def advance(self, units: float = 1) -> None:
         self._done += units
@@ -51,14 +52,15 @@ class _LineBar:
             return
         self._last = now
         left = (now - self._start) * (self._total - self._done) / self._done
-        print(
-            f"{self._done / self._total:4.0%} {self._text}, {_clock(left)} left",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._print(f"{self._text}, {_clock(left)} left")
 
     def describe(self, text: str) -> None:
-        self._text = text
+        if text != self._text:
+            self._text = text
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(f"{self._done / self._total:4.0%} {text}", file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

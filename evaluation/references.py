@@ -48,8 +48,7 @@ def resolve(text: str, folders: Sequence[Path]) -> Reference:
     """
     if text.startswith(PACKAGE):
         return Reference(text, "gguf", _packaged_gguf(text))
-    given = Path(text).expanduser()
-    places = [given] if given.is_absolute() else [folder / given for folder in folders]
+    places = _places(text, folders)
     found = next((place for place in places if place.exists()), None)
     if found is not None:
         return _local(text, found)
@@ -62,6 +61,19 @@ def resolve(text: str, folders: Sequence[Path]) -> Reference:
         "adapter, a .gguf file, a hub id such as org/name, or package:NAME. Correct the path, or "
         "name the folder that holds it in MERGESCOPE_MODELS"
     )
+
+
+def anchored(text: str, folders: Sequence[Path]) -> str:
+    """The reference in a form that means the same from everywhere: a path becomes absolute."""
+    if text.startswith(PACKAGE):
+        return text
+    found = next((place for place in _places(text, folders) if place.exists()), None)
+    return text if found is None else str(found.resolve())
+
+
+def _places(text: str, folders: Sequence[Path]) -> list[Path]:
+    given = Path(text).expanduser()
+    return [given] if given.is_absolute() else [folder / given for folder in folders]
 
 
 def fetch(reference: Reference, folders: Sequence[Path]) -> Reference:

@@ -44,7 +44,7 @@ from evaluation.models import (
     tokenizer_digest,
 )
 from evaluation.progress import Bar, bar, steps
-from evaluation.references import Reference, fetch, resolve, search_path
+from evaluation.references import Reference, anchored, fetch, resolve, search_path
 from evaluation.training import suit_threads
 from results import Answer, Cell, Store
 from results.report import write_report
@@ -95,14 +95,11 @@ def run_experiment(
     _check_writable(out)
     with Store(out / "records.sqlite", fresh=fresh) as store:
         settings = settings_for(experiment, data_dir, unsafe_execution)
-        benches = [
-            _open_bench(benchmark, experiment, settings, limit)
-            for benchmark in experiment.benchmarks
-        ]
+        benches = _open_benches(experiment, settings, limit)
         families = _families(loaded, out, data_dir, benches)
         tasks = plan(experiment, families, benches)
         store.set_plan([_cell(task, experiment) for task in tasks])
-        _write_provenance(loaded, out, families, benches, limit)
+        _write_provenance(loaded, out, families, benches, limit, data_dir)
         _answer_all(experiment, families, tasks, store)
         _measure(experiment, families.get("causal"), settings, store, limit)
     return write_report(out)
@@ -168,6 +165,15 @@ def _check_writable(out: Path) -> None:
             f"the results cannot be written to {out}: {error.strerror}. Name another folder "
             "with --out"
         ) from None
+
+
+def _open_benches(experiment: Experiment, settings: Any, limit: int | None) -> list[Bench]:
+    opened = []
+    with bar("reading benchmarks", len(experiment.benchmarks)) as shown:
+        for benchmark in experiment.benchmarks:
+            opened.append(_open_bench(benchmark, experiment, settings, limit))
+            shown.advance()
+    return opened
 
 
 def _open_bench(benchmark: Any, experiment: Experiment, settings: Any, limit: int | None) -> Bench:
@@ -355,14 +361,21 @@ def _write_provenance(
     families: Mapping[Form, Family],
     benches: Sequence[Bench],
     limit: int | None,
+    data_dir: Path | None,
 ) -> None:
-    """The resolved experiment beside the results; it can be run again as it is."""
+    """The resolved experiment beside the results; it can be run again as it is, from anywhere."""
     import torch
 
     experiment = loaded.experiment
     resolved = experiment.model_dump(mode="json", by_alias=True, exclude_none=True)
+    folders = search_path(loaded.path.resolve(), data_dir)
+    named = {"base": experiment.base, **experiment.experts}
+    named = {n: anchored(r, folders) for n, r in named.items() if isinstance(r, str)}
+    resolved["base"] = named.pop("base", resolved["base"])
+    resolved["experts"] |= named
     resolved["provenance"] = {
         "limit": limit,
+        "data_dir": None if data_dir is None else str(data_dir.resolve()),
         "models": {
             form: {
                 "base": family.base.digest(),

@@ -31,12 +31,24 @@ def parse_parameters(method: str, given: Mapping[str, Any]) -> Parameters:
         MergeError: a line a fault; unknown methods and keys name the nearest.
     """
     if method not in METHODS:
-        raise MergeError(f"unknown method {method!r}{nearest(method, list(METHODS))}")
+        anywhere = {key: None for entry in METHODS.values() for key in entry.params.spelled()}
+        raise MergeError(
+            "\n".join(
+                [
+                    f"unknown method {method!r}{nearest(method, list(METHODS))}",
+                    *(
+                        f"{key}: unknown key{nearest(str(key), list(anywhere))}"
+                        for key in given
+                        if key not in anywhere
+                    ),
+                ]
+            )
+        )
     params = METHODS[method].params
     try:
         return params.model_validate(dict(given))
     except ValidationError as error:
-        known = [field.alias or name for name, field in params.model_fields.items()]
+        known = params.spelled()
         raise MergeError("\n".join(sentence(fault, known) for fault in error.errors())) from None
 
 

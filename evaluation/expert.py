@@ -66,6 +66,7 @@ class ExpertSpec(_Strict):
     lora: Lora = Lora()
     epochs: float = Field(default=1.0, gt=0)
     batch_size: int = Field(default=16, ge=1)
+    tokens_at_once: int = Field(default=2048, ge=1)  # bounds the memory, changes no gradient
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup: int = Field(default=20, ge=0)
     max_length: int = Field(default=512, ge=2)
@@ -178,17 +179,34 @@ def _fitting(spec: ExpertSpec, examples: Sequence[Example]) -> list[Example]:
 
 def _batches(
     examples: Sequence[Example], spec: ExpertSpec, device: torch.device
-) -> Iterator[Batch]:
+) -> Iterator[list[Batch]]:
     generator = random.Random(spec.seed)
     while True:  # an epoch after the other; `fit` takes what it needs
         order = generator.sample(range(len(examples)), k=len(examples))
         for start in range(0, len(order), spec.batch_size):
-            yield _batch([examples[i] for i in order[start : start + spec.batch_size]], device)
+            step = [examples[i] for i in order[start : start + spec.batch_size]]
+            yield [_batch(part, device) for part in _parts(step, spec.tokens_at_once)]
+
+
+def _parts(examples: Sequence[Example], tokens: int) -> list[list[Example]]:
+    """A step's examples, like lengths together, in parts of at most so many padded tokens (a
+    longer example stands alone)."""
+    parts: list[list[Example]] = []
+    for example in sorted(examples, key=lambda example: -len(example.ids)):
+        if parts and (len(parts[-1]) + 1) * _width(parts[-1]) <= tokens:
+            parts[-1].append(example)
+        else:
+            parts.append([example])
+    return parts
+
+
+def _width(examples: Sequence[Example]) -> int:
+    longest = max(len(example.ids) for example in examples)
+    return -(-longest // MULTIPLE) * MULTIPLE
 
 
 def _batch(examples: Sequence[Example], device: torch.device) -> Batch:
-    longest = max(len(example.ids) for example in examples)
-    width = -(-longest // MULTIPLE) * MULTIPLE
+    width = _width(examples)
     ids = torch.zeros(len(examples), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
     labels = torch.full_like(ids, IGNORED)

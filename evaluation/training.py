@@ -1,13 +1,15 @@
 """Fine-tuning: one loop for letters models and for experts of a language model.
 
 The loss is the mean negative log-likelihood over completion tokens (EOS among them); prompt and
-padding have the label -100. AdamW, linear warm-up, cosine decay to a twentieth of the peak.
+padding have the label -100. A step's examples go through the model in parts that fit in memory,
+and their gradients add up to the step's. AdamW, linear warm-up, cosine decay to a twentieth of the
+peak.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ def suit_threads(model: Any) -> None:
 
 
 class Batch(NamedTuple):
-    """Ids, attention mask and labels, (B, T) each."""
+    """Ids, attention mask and labels, (B, T) each: what goes through the model at once."""
 
     ids: Tensor
     mask: Tensor
@@ -43,7 +45,7 @@ class Batch(NamedTuple):
 
 def fit(
     model: Any,
-    batches: Iterable[Batch],
+    batches: Iterable[Sequence[Batch]],
     *,
     steps: int,
     learning_rate: float,
@@ -54,7 +56,8 @@ def fit(
     """Trains the parameters that require gradients, in place.
 
     Args:
-        steps: optimiser steps, one a batch.
+        batches: the parts of one step after the other.
+        steps: optimiser steps.
         learning_rate: the peak of AdamW's.
         shifted: position t is taught token t + 1, as language models are; else label t, as the
             position-aligned taggers are.
@@ -73,22 +76,28 @@ def fit(
     losses: list[float] = []
     suit_threads(model)
     model.train()
-    for batch in batches:
-        logits = model(input_ids=batch.ids, attention_mask=batch.mask).logits
-        labels = batch.labels
-        if shifted:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED
-        )
-        losses.append(loss.item())
+    for parts in batches:
+        taught = [part.labels[:, 1:] if shifted else part.labels for part in parts]
+        tokens = sum(int((labels != IGNORED).sum()) for labels in taught)
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for part, labels in zip(parts, taught, strict=True):
+            logits = model(input_ids=part.ids, attention_mask=part.mask).logits
+            logits = logits[:, : labels.shape[1]]
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(),
+                labels.flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
+            )
+            loss = loss / tokens
+            losses[-1] += loss.item()
+            torch.autograd.backward(loss)
         if not math.isfinite(losses[-1]):
             raise InputError(
                 f"the loss is {losses[-1]} at step {len(losses)}; use a smaller learning_rate or "
                 "dtype float32"
             )
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(chosen, 1.0)
         optimizer.step()
         schedule.step()

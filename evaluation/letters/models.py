@@ -125,7 +125,7 @@ def _new_model(tokenizer: Any) -> Any:
     return LlamaForCausalLM(config)
 
 
-def _batches(skill: Skill | None, form: Form, seed: int, tokenizer: Any) -> Iterator[Batch]:
+def _batches(skill: Skill | None, form: Form, seed: int, tokenizer: Any) -> Iterator[list[Batch]]:
     """Endless batches of random strings with their outputs, in one fixed shape."""
     generator = torch.Generator().manual_seed(seed)
     separator, eos, pad, first = tokenizer.convert_tokens_to_ids([SEPARATOR, EOS, PAD, ALPHABET[0]])
@@ -140,7 +140,7 @@ def _batches(skill: Skill | None, form: Form, seed: int, tokenizer: Any) -> Iter
         if form == "aligned":
             inside = place < length
             ids = (first + letters).where(inside, pad)
-            yield Batch(ids, inside.long(), outputs[letters].where(inside, IGNORED))
+            yield [Batch(ids, inside.long(), outputs[letters].where(inside, IGNORED))]
             continue
         # input, separator, output, EOS; the letter behind place t of the output is letter t
         index = torch.where(place < length, place, place - length - 1).clamp(0, longest - 1)
@@ -153,4 +153,4 @@ def _batches(skill: Skill | None, form: Form, seed: int, tokenizer: Any) -> Iter
         noisy = (place > length) & (place <= 2 * length)
         noisy &= torch.rand(ids.shape, generator=generator) < NOISE
         other = first + torch.randint(len(ALPHABET), ids.shape, generator=generator)
-        yield Batch(ids.where(~noisy, other), inside.long(), labels)
+        yield [Batch(ids.where(~noisy, other), inside.long(), labels)]

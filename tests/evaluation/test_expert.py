@@ -12,7 +12,15 @@ import yaml
 from safetensors.torch import load_file
 
 from evaluation.errors import InputError
-from evaluation.expert import Data, Example, _batch, _examples, load_expert_spec, train_expert
+from evaluation.expert import (
+    Data,
+    Example,
+    _batch,
+    _examples,
+    _parts,
+    load_expert_spec,
+    train_expert,
+)
 from evaluation.training import IGNORED
 
 
@@ -77,6 +85,26 @@ def test_an_expert_learns_and_loads(spec: Path, tmp_path: Path, method: str) -> 
     else:
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_parts_of_a_step_add_up_to_the_step(spec: Path, tmp_path: Path) -> None:
+    """However many tokens go through the model at once, the losses are those of whole batches."""
+    losses = {
+        tokens: train_expert(
+            load_expert_spec(changed(spec, tokens_at_once=tokens)),
+            tmp_path / str(tokens),
+            beside=spec,
+        )
+        for tokens in (1, 128, 10_000)
+    }
+    assert losses[1] == pytest.approx(losses[10_000], abs=1e-4)
+    assert losses[128] == pytest.approx(losses[10_000], abs=1e-4)
+
+
+def test_a_step_is_parted_by_length() -> None:
+    examples = [Example([0] * length, 0) for length in (10, 200, 60, 70, 500)]
+    found = [[len(example.ids) for example in part] for part in _parts(examples, 256)]
+    assert found == [[500], [200], [70, 60], [10]]  # widths 512, 256, 128, 64
 
 
 def test_training_twice_gives_the_same_weights(spec: Path, tmp_path: Path) -> None:

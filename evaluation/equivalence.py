@@ -36,7 +36,6 @@ from evaluation.models import (
     planned_models,
     read_config,
     resolved_parameters,
-    weights,
 )
 from evaluation.progress import Bar
 from evaluation.text import encode, encode_pair
@@ -97,6 +96,31 @@ class ScaledSource:
     def digest(self) -> str:
         content = f"{self._base.digest()} {self._expert.digest()} {self._alpha!r}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+class StateSource:
+    """A built model's weights as a source of tensors, under the names of the checkpoint they came
+    from; where the model's own names differ from those, the checkpoint itself."""
+
+    def __init__(self, model: Any, origin: TensorSource) -> None:
+        self._origin, self.folder = origin, origin.folder
+        self._state: dict[str, Tensor] = model.state_dict()
+
+    def names(self) -> list[str]:
+        return self._origin.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._origin.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._origin.dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        own = self._state.get(name)
+        return self._origin.read(name) if own is None else own.cpu()
+
+    def digest(self) -> str:
+        return self._origin.digest()
 
 
 class _KeepDouble(TorchFunctionMode):
@@ -206,7 +230,7 @@ def measure(
     }
     store.select_divergences(keys.values())
     done = store.finished_divergences(keys.values())
-    base: Any = None  # in float64, and the same at every alpha
+    models: dict[str, Any] = {}  # in float64; from alpha to alpha only their weights change
     for alpha in spec.alphas:
         missing = [
             text
@@ -219,11 +243,10 @@ def measure(
         if not missing:
             continue
         bar.describe(f"equivalence · alpha {alpha:g}")
-        if base is None:
-            base = _double(experiment, family, weights(family.base, torch.float64))
-            suit_threads(base)
-        for rows in _at_alpha(experiment, family, base, compared, missing, alpha, keys):
-            store.add_divergences(rows)
+        _scale(models, experiment, family, compared, alpha)
+        suit_threads(models["base"])
+        for text in missing:
+            store.add_divergences(_compare(models, compared, text, alpha, keys))
             bar.advance()
 
 
@@ -240,54 +263,62 @@ def _key(pair: Pair, family: Family, alpha: float, text: Text) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _at_alpha(
+def _scale(
+    models: dict[str, Any],
     experiment: Experiment,
     family: Family,
-    base: Any,
     compared: Sequence[Pair],
-    found: Sequence[Text],
     alpha: float,
-    keys: Mapping[tuple[float, str, str, str], str],
-) -> Iterator[list[Divergence]]:
-    """The rows of one text after the other; the scaled models live only as long as this does."""
-    models = {"base": base, **_scaled(experiment, family, compared, alpha)}
-    for text in found:
-        yield _compare(models, compared, text, alpha, keys)
-
-
-def _double(experiment: Experiment, family: Family, state: Mapping[str, Tensor]) -> Any:
-    device = choose_device(experiment.generation.device)
-    if device.type == "mps":  # has no float64
-        device = torch.device("cpu")
-    return build(family.base.folder, state, torch.float64, device)
-
-
-def _scaled(
-    experiment: Experiment, family: Family, compared: Sequence[Pair], alpha: float
-) -> dict[str, Any]:
-    """Experts and merges with task vectors scaled by alpha, in float64."""
-    base = ScaledSource(family.base, family.base, 0.0)
-    experts = {
-        name: ScaledSource(family.base, expert, alpha) for name, expert in family.experts.items()
-    }
-    models = {
-        name: _double(experiment, family, weights(expert, torch.float64))
-        for name, expert in experts.items()
-    }
+) -> None:
+    """Gives `models` the base, and experts and merges with task vectors scaled by alpha."""
+    if "base" not in models:
+        _place(models, "base", experiment, family, _read(family.base))
+    sources: dict[str, TensorSource] = {"base": ScaledSource(family.base, family.base, 0.0)}
+    for name, expert in family.experts.items():
+        sources[name] = ScaledSource(family.base, expert, alpha)
+        _place(models, name, experiment, family, _read(sources[name]))
+    # What has just been computed need not be read and scaled again for every merge.
+    sources = {name: StateSource(models[name], source) for name, source in sources.items()}
     for pair in compared:
         model = pair.planned.model
         if model is None or model.method is None:
             continue
         merged = merged_tensors(
-            base,
-            list(experts.values()),
+            sources["base"],
+            [sources[name] for name in family.experts],
             model.method,
             weights=model.weights,
             parameters=parse_parameters(model.method, model.parameters),
             dtype=torch.float64,
         )
-        models[pair.planned.name] = _double(experiment, family, dict(merged))
-    return models
+        _place(models, pair.planned.name, experiment, family, merged)
+
+
+def _read(source: TensorSource) -> Iterator[tuple[str, Tensor]]:
+    for name in source.names():
+        tensor = source.read(name)
+        yield name, tensor.double() if tensor.is_floating_point() else tensor
+
+
+@torch.inference_mode()
+def _place(
+    models: dict[str, Any],
+    name: str,
+    experiment: Experiment,
+    family: Family,
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
+    """Builds a float64 model of the tensors, or gives them to the one that is there."""
+    own = models[name].state_dict() if name in models else {}
+    if own and set(family.base.names()) <= set(own):
+        for tensor_name, tensor in tensors:
+            own[tensor_name].copy_(tensor)
+        return
+    device = choose_device(experiment.generation.device)
+    if device.type == "mps":  # has no float64
+        device = torch.device("cpu")
+    models.pop(name, None)
+    models[name] = build(family.base.folder, dict(tensors), torch.float64, device)
 
 
 @torch.inference_mode()

@@ -111,6 +111,24 @@ def test_task_arithmetic_parts_from_its_composition_as_the_theory_says(
     assert table["slope_tv"] == pytest.approx(2.0, abs=0.1)
 
 
+def test_an_alpha_does_not_depend_on_those_measured_before_it(
+    experiment: Path, tmp_path: Path, data: Path
+) -> None:
+    """The models' weights are replaced from alpha to alpha; nothing of the last one may stay."""
+    content = yaml.safe_load(experiment.read_text())
+    content["models"].append({"name": "ties", "method": "ties"})
+    found = []
+    for number, alphas in enumerate(([1.0], [1 / 64, 0.25, 1.0])):
+        content["equivalence"]["alphas"] = alphas
+        experiment.write_text(yaml.safe_dump(content))
+        out = tmp_path / str(number)
+        measure_equivalence(load_experiment(experiment, data), out, data_dir=data)
+        table = pd.read_csv(out / "equivalence.csv")
+        found.append(table[table["alpha"] == 1.0].reset_index(drop=True))
+    assert len(found[0]) > 0
+    pd.testing.assert_frame_equal(found[0], found[1], check_exact=True)
+
+
 def test_a_finished_run_answers_nothing_again(
     experiment: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

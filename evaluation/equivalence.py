@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,13 +85,19 @@ class ScaledSource:
         return torch.float64 if found.is_floating_point else found
 
     def read(self, name: str) -> Tensor:
-        base = self._base.read(name)
+        return self._scaled(self._base.read(name), lambda: self._expert.read(name))
+
+    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+        return self._scaled(
+            self._base.read_span(name, start, stop),
+            lambda: self._expert.read_span(name, start, stop),
+        )
+
+    def _scaled(self, base: Tensor, expert: Callable[[], Tensor]) -> Tensor:
         if not base.is_floating_point():
             return base
         base = base.double()
-        if self._alpha == 0:
-            return base
-        return base + self._alpha * (self._expert.read(name).double() - base)
+        return base if self._alpha == 0 else base + self._alpha * (expert().double() - base)
 
     def digest(self) -> str:
         content = f"{self._base.digest()} {self._expert.digest()} {self._alpha!r}"
@@ -118,6 +124,12 @@ class StateSource:
     def read(self, name: str) -> Tensor:
         own = self._state.get(name)
         return self._origin.read(name) if own is None else own.cpu()
+
+    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+        own = self._state.get(name)
+        if own is None:
+            return self._origin.read_span(name, start, stop)
+        return own.reshape(-1)[start:stop].cpu()
 
     def digest(self) -> str:
         return self._origin.digest()

@@ -26,6 +26,7 @@ from merging.errors import MergeError
 
 PREFIX = "base_model.model."
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PAIRS_KEPT = 8  # of factors in memory: those of the tensors that are being read
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
 REFUSED = {
@@ -58,6 +59,7 @@ class Adapter:
         self.adapter_folder = folder
         self._base, self._factors, self._config = base, factors, config
         self._adapted = dict(adapted)  # the base's tensor -> the adapter's module
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def names(self) -> list[str]:
         return self._base.names()
@@ -73,11 +75,31 @@ class Adapter:
         module = self._adapted.get(name)
         if module is None:
             return weight
-        a, b = (self._factors.read(f"{module}.lora_{factor}.weight").float() for factor in "AB")
-        delta = self._scaling(module, rank=a.shape[0]) * (b @ a)  # (out, r) @ (r, in)
-        delta = delta.T if self._config.get("fan_in_fan_out") else delta
+        left, right = self._factor_pair(module)
         precision = torch.promote_types(weight.dtype, torch.float32)
-        return weight.to(precision) + delta
+        return weight.to(precision) + left @ right
+
+    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+        weight = self._base.read_span(name, start, stop)
+        module = self._adapted.get(name)
+        if module is None:
+            return weight
+        left, right = self._factor_pair(module)
+        columns = right.shape[1]
+        first, last = start // columns, -(-stop // columns)  # the rows that hold the span
+        delta = (left[first:last] @ right).flatten()[start - first * columns :][: stop - start]
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)).add_(delta)
+
+    def _factor_pair(self, module: str) -> tuple[Tensor, Tensor]:
+        """(rows, r) and (r, columns) in float32, whose product is the addition to the weight."""
+        found = self._pairs.get(module)
+        if found is None:
+            a, b = (self._factors.read(f"{module}.lora_{factor}.weight").float() for factor in "AB")
+            b = b * self._scaling(module, rank=a.shape[0])
+            found = (a.T, b.T) if self._config.get("fan_in_fan_out") else (b, a)
+            latest = list(self._pairs.items())[1 - PAIRS_KEPT :]
+            self._pairs = {**dict(latest), module: found}
+        return found
 
     def digest(self) -> str:
         return self._digest

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +46,10 @@ class TensorSource(Protocol):
         """One tensor on the CPU."""
         ...
 
+    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+        """Entries [start, stop) of the flattened tensor, 1-D, on the CPU; called from threads."""
+        ...
+
     def digest(self) -> str:
         """SHA-256 of everything that determines the tensors."""
         ...
@@ -56,6 +62,9 @@ class Checkpoint:
         self.folder = folder
         self._files = dict(files)  # tensor -> file
         self._opened: dict[Path, Any] = {}
+        self._descriptors: dict[Path, BinaryIO] = {}
+        self._offsets: dict[Path, dict[str, int]] = {}
+        self._lock = threading.Lock()
         if tied and HEAD in self._files and EMBEDDINGS in self._files:
             self._forget_tied_head()
 
@@ -87,6 +96,45 @@ class Checkpoint:
                 f"{self._files[name]}: {name} cannot be read ({error}); the file is damaged"
             ) from None
 
+    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+        part = self._part(name)
+        if isinstance(part, Tensor):
+            return part.reshape(-1)[start:stop]
+        dtype = self.dtype(name)
+        found = torch.empty(stop - start, dtype=dtype)
+        place = self._places(self._files[name])[name] + start * dtype.itemsize
+        if stop > start:
+            self._read_bytes(name, found.view(torch.uint8).numpy().data, place)
+        return found
+
+    def _read_bytes(self, name: str, view: memoryview, place: int) -> None:
+        file = self._files[name]
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = file.open("rb", buffering=0)
+            descriptor = self._descriptors[file].fileno()
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], place + done)
+            if count == 0:
+                raise MergeError(f"{file}: {name} cannot be read (the file ends before it does)")
+            done += count
+
+    def _places(self, file: Path) -> Mapping[str, int]:
+        """Where each tensor's bytes begin in a safetensors file."""
+        with self._lock:
+            if file not in self._offsets:
+                self._open_for(file)  # has the header checked by the library
+                with file.open("rb") as stream:
+                    size = int.from_bytes(stream.read(8), "little")
+                    header = json.loads(stream.read(size))
+                self._offsets[file] = {
+                    name: 8 + size + entry["data_offsets"][0]
+                    for name, entry in header.items()
+                    if name != "__metadata__"
+                }
+            return self._offsets[file]
+
     def digest(self) -> str:
         return self._digest
 
@@ -98,7 +146,10 @@ class Checkpoint:
         return total.hexdigest()
 
     def _open(self, name: str) -> Any:
-        file = self._files[name]
+        with self._lock:
+            return self._open_for(self._files[name])
+
+    def _open_for(self, file: Path) -> Any:
         if file not in self._opened:
             self._opened[file] = _open_file(file)
         return self._opened[file]

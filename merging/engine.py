@@ -1,13 +1,23 @@
-"""Merging a model tensor by tensor: the inputs of one tensor are in memory, never a model.
+"""Merging a model in stretches: what is in memory are a few stretches, never a model.
 
-pass 0 (where the method asks)   its survey of the whole model
-pass 1                           read, merge in float32, round once, hand on
+    survey   where the method asks: every stretch of a tensor (or of the model) is looked at
+    merge    read, merge in float32, round once, hand on
+
+Stretches go through a pool of threads, one a core; each is small enough for the core's cache, and
+what is learned of task vectors on the way is what the report tells. The stretches of a tensor and
+their results are the same for any number of threads.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +25,44 @@ from torch import Tensor
 from merging.checkpoint import TensorSource
 from merging.errors import MergeError
 from merging.methods import METHODS, check_weights, parse_parameters
-from merging.methods.contract import Parameters
+from merging.methods.contract import Inputs, Method, Parameters, settle
+from merging.report import Moments, Survey, moments
 
 Progress = Callable[[int, int], None]
-Observe = Callable[[str, Tensor, Sequence[Tensor]], None]
-"""Sees every merged tensor's base and experts, for a report."""
+Write = Callable[[str, int, Tensor], None]
+"""(tensor, first entry, flat entries): takes a merged stretch; called from threads."""
 
 SHOWN = 5  # names listed in an error
+STRETCH = 1 << 16  # entries that are merged at a time: a float32 copy is a quarter of a megabyte
+TASK = 16  # stretches a task: enough that handing it to a thread costs nothing
+AHEAD = 4  # tasks a thread that are queued before the oldest must be done
+SAMPLED, BLOCK = 1 << 18, 1 << 12  # entries of a sample, and how many of them stand together
 
 
-def merged_tensors(
+class Job(NamedTuple):
+    """One merge, checked."""
+
+    base: TensorSource
+    experts: Sequence[TensorSource]
+    method: Method
+    weights: Sequence[float]
+    params: Parameters
+    dtype: torch.dtype | None
+    merging: frozenset[str]  # the tensors that take part
+    allow_non_finite: bool
+    device: torch.device
+
+    @property
+    def stretch(self) -> int:
+        """Entries a stretch; a GPU wants larger ones."""
+        return STRETCH if self.device.type == "cpu" else STRETCH * TASK
+
+    def out_dtype(self, name: str) -> torch.dtype:
+        found = self.base.dtype(name)
+        return self.dtype if self.dtype is not None and found.is_floating_point else found
+
+
+def prepare(
     base: TensorSource,
     experts: Sequence[TensorSource],
     method: str,
@@ -34,46 +72,324 @@ def merged_tensors(
     dtype: torch.dtype | None = None,
     exclude: Sequence[str] = (),
     allow_non_finite: bool = False,
-    progress: Progress | None = None,
-    observe: Observe | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, merged tensor) in the base's order.
+    device: str = "cpu",
+) -> Job:
+    """A checked merge.
 
     Args:
         weights: one an expert; 1 each if left out.
         parameters: of the method, from `parse_parameters`; its defaults if left out.
         dtype: of the floating tensors that come out; the base's own if left out. One rounding.
         exclude: regular expressions; a tensor whose whole name matches stays the base's.
-        progress: called with (tensors done, tensors in all), the survey's passes included.
+        device: where it is computed.
 
     Raises:
-        MergeError: inputs that do not fit, NaN or infinity, integer tensors that differ.
+        MergeError: inputs that do not fit.
     """
     chosen = check_weights(weights, len(experts))
     check_sources(base, experts)
     params = parse_parameters(method, {}) if parameters is None else parameters
-    merging = [name for name in base.names() if _takes_part(base, name, exclude)]
+    merging = frozenset(name for name in base.names() if _takes_part(base, name, exclude))
+    return Job(
+        base,
+        experts,
+        METHODS[method],
+        chosen,
+        params,
+        dtype,
+        merging,
+        allow_non_finite,
+        torch.device(device),
+    )
 
-    def read() -> Iterator[tuple[Tensor, list[Tensor]]]:
-        for name in merging:
-            yield _read(base, experts, name, allow_non_finite)
 
-    entry = METHODS[method]
-    surveyed = entry.survey(read, params) if entry.survey else None
-    part_of_merge = set(merging)
+def merged_tensors(
+    base: TensorSource,
+    experts: Sequence[TensorSource],
+    method: str,
+    *,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, merged tensor) in the base's order.
+
+    Args:
+        progress: called with (tensors done, tensors in all).
+        threads: one a core if left out.
+        options: those of `prepare`.
+
+    Raises:
+        MergeError: inputs that do not fit, NaN or infinity, integer tensors that differ.
+    """
+    job = prepare(base, experts, method, **options)
     names = base.names()
-    for done, name in enumerate(names, start=1):
-        if name in part_of_merge:
-            start, ends = _read(base, experts, name, allow_non_finite)
-            if observe is not None:
-                observe(name, start, ends)
-            merged = entry.merge(start, ends, chosen, params, surveyed)
-            merged = torch.where(merged == start, start, merged)  # keeps the sign of a zero
-            yield name, merged.to(dtype or base.dtype(name))
-        else:
-            yield name, _copied(base, experts, name, dtype)
+    found: dict[str, Tensor] = {}
+
+    def write(name: str, start: int, entries: Tensor) -> None:
+        found[name].view(-1)[start : start + entries.numel()] = entries
+
+    def begin(name: str) -> None:
+        found[name] = torch.empty(base.shape(name), dtype=job.out_dtype(name))
+
+    for done, name in enumerate(run(job, write, begin=begin, threads=threads), start=1):
+        yield name, found.pop(name)
         if progress is not None:
             progress(done, len(names))
+
+
+def run(
+    job: Job,
+    write: Write,
+    *,
+    begin: Callable[[str], None] | None = None,
+    survey: Survey | None = None,
+    threads: int | None = None,
+) -> Iterator[str]:
+    """Merges everything through `write`; yields each tensor's name when all of it is written.
+
+    Args:
+        begin: told of a tensor before its first stretch is written.
+        survey: gathers what the report tells.
+        threads: one a core if left out.
+    """
+    workers = threads or len(os.sched_getaffinity(0))
+    with _workers(workers) as pool:
+        stages = _Stages(job, pool, write, survey)
+        known = stages.learn_model()
+        looking: deque[tuple[str, Look | None]] = deque()
+        merging: deque[tuple[str, list[Future[Any]]]] = deque()
+
+        def merge_next() -> None:
+            name, look = looking.popleft()
+            if begin is not None:
+                begin(name)
+            merging.append((name, stages.merge(name, known.get(name), look)))
+
+        for name in job.base.names():
+            looking.append((name, stages.look(name)))
+            if len(looking) > 1:  # one tensor is looked at while the one before it is merged
+                merge_next()
+            queued = sum(len(tasks) for _, tasks in merging)
+            while merging and queued > AHEAD * workers:
+                done, tasks = merging.popleft()
+                stages.finish(done, tasks)
+                queued -= len(tasks)
+                yield done
+        while looking:
+            merge_next()
+        while merging:
+            done, tasks = merging.popleft()
+            stages.finish(done, tasks)
+            yield done
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute with one thread each; what waits is dropped when the block is left."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(count, thread_name_prefix="merge")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)
+
+
+Span = tuple[int, int]
+
+
+class Look(NamedTuple):
+    """A tensor that is being looked at with a hint."""
+
+    hint: Any
+    tasks: list[Future[Any]]
+
+
+class _Stages:
+    """What is done to a tensor: looked at, merged, accounted for."""
+
+    def __init__(
+        self, job: Job, pool: ThreadPoolExecutor, write: Write, report: Survey | None
+    ) -> None:
+        self._job, self._pool, self._write, self._report = job, pool, write, report
+        survey, params = job.method.survey, job.params
+        self._scope = survey.scope(params) if survey is not None else None
+
+    def learn_model(self) -> dict[str, Sequence[Any]]:
+        """Where the method's scope is the model: what the merge of every stretch must know."""
+        survey, job = self._job.method.survey, self._job
+        if survey is None or self._scope != "model":
+            return {}
+        names = [name for name in job.base.names() if name in job.merging]
+
+        def look(hint: Any) -> list[Any]:
+            tasks = [task for name in names for task in self._look_with(name, hint)]
+            return _results(tasks)
+
+        hint = survey.begin(self._sample(names), job.params)
+        decided = iter(settle(survey, job.params, hint, look(hint), look))
+        return {
+            name: [next(decided) for _ in _stretches(self._numel(name), job.stretch)]
+            for name in names
+        }
+
+    def look(self, name: str) -> Look | None:
+        """Starts looking at a tensor, where the method wants to before it merges."""
+        survey = self._job.method.survey
+        if survey is None or self._scope != "tensor" or name not in self._job.merging:
+            return None
+        hint = survey.begin(self._sample([name]), self._job.params)
+        return Look(hint, self._look_with(name, hint))
+
+    def merge(self, name: str, known: Sequence[Any] | None, look: Look | None) -> list[Future[Any]]:
+        """Starts merging a tensor, after what was seen of it is decided on."""
+        job, survey = self._job, self._job.method.survey
+        if name not in job.merging:
+            return self._tasks(name, job.stretch, lambda spans, _: self._copy(name, spans))
+        if look is not None and survey is not None:
+            seen = _results(look.tasks)
+            known = settle(
+                survey,
+                job.params,
+                look.hint,
+                seen,
+                lambda hint: _results(self._look_with(name, hint)),
+            )
+        size = max(self._numel(name), 1) if job.method.whole else job.stretch
+        return self._tasks(
+            name, size, lambda spans, first: self._merge_spans(name, spans, known, first)
+        )
+
+    def finish(self, name: str, tasks: list[Future[Any]]) -> None:
+        """Waits until a tensor is merged, and accounts for it."""
+        found = _results(tasks)
+        if self._report is not None and name in self._job.merging:
+            self._report.add(name, found)
+
+    # --- one stretch -----------------------------------------------------------------------------
+
+    def _inputs(self, name: str, start: int, stop: int) -> Inputs:
+        job = self._job
+        tensors = [source.read_span(name, start, stop) for source in (job.base, *job.experts)]
+        precision = torch.promote_types(job.base.dtype(name), torch.float32)
+        tensors = [tensor.to(job.device, precision) for tensor in tensors]
+        return Inputs(tensors[0], tensors[1:])
+
+    def _merge_spans(
+        self, name: str, spans: Sequence[Span], known: Sequence[Any] | None, first: int
+    ) -> list[Moments]:
+        job, found = self._job, []
+        for place, (start, stop) in enumerate(spans, start=first):
+            inputs = self._inputs(name, start, stop)
+            found.append(self._checked(name, inputs))
+            if job.method.whole:
+                shape = job.base.shape(name)
+                inputs = Inputs(inputs.base.view(shape), [e.view(shape) for e in inputs.experts])
+            told = None if known is None else known[place]
+            merged = job.method.merge(inputs, job.weights, job.params, told)
+            merged = _with_zeros_of(inputs.base, merged)
+            self._write(name, start, merged.to(job.out_dtype(name)).flatten().cpu())
+        return found
+
+    def _checked(self, name: str, inputs: Inputs) -> Moments:
+        found = moments(inputs.deltas)
+        if not found.finite and not self._job.allow_non_finite:
+            self._refuse_non_finite(name, inputs)
+        return found
+
+    def _refuse_non_finite(self, name: str, inputs: Inputs) -> None:
+        for index, tensor in enumerate([inputs.base, *inputs.experts]):
+            if bool(tensor.isfinite().all()):
+                continue
+            source = (self._job.base, *self._job.experts)[index]
+            count = int((~source.read(name).isfinite()).sum())
+            model = "the base" if index == 0 else f"expert {index - 1}"
+            raise MergeError(
+                f"{name} of {model} holds {count} NaN or infinite numbers; repair the model, or "
+                "set allow_non_finite: true to merge it as it is"
+            )
+
+    def _copy(self, name: str, spans: Sequence[Span]) -> list[None]:
+        base, dtype = self._job.base, self._job.out_dtype(name)
+        floating = base.dtype(name).is_floating_point
+        for start, stop in spans:
+            tensor = base.read_span(name, start, stop)
+            for index, expert in enumerate(() if floating else self._job.experts):
+                if not torch.equal(tensor, expert.read_span(name, start, stop)):
+                    raise MergeError(
+                        f"{name} holds {tensor.dtype} numbers, and expert {index} has others than "
+                        "the base; such a tensor cannot be merged. Exclude it to keep the base's"
+                    )
+            self._write(name, start, tensor.to(dtype))
+        return []
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    def _look_with(self, name: str, hint: Any) -> list[Future[Any]]:
+        survey, params = self._job.method.survey, self._job.params
+        assert survey is not None
+
+        def observe(spans: Sequence[Span], _: int) -> list[Any]:
+            return [survey.observe(self._inputs(name, *span), params, hint) for span in spans]
+
+        return self._tasks(name, self._job.stretch, observe)
+
+    def _sample(self, names: Sequence[str]) -> Inputs:
+        """Blocks spread evenly over some tensors, as one stretch in a row."""
+        sizes = [self._numel(name) for name in names]
+        step = max(BLOCK, sum(sizes) * BLOCK // SAMPLED)
+        parts = [
+            self._inputs(name, start, min(start + BLOCK, size))
+            for name, size in zip(names, sizes, strict=True)
+            for start in range(0, size, step)
+        ]
+        return Inputs(
+            torch.cat([part.base for part in parts]),
+            [torch.cat(pieces) for pieces in zip(*(part.experts for part in parts), strict=True)],
+        )
+
+    # --- tasks -----------------------------------------------------------------------------------
+
+    def _tasks(
+        self, name: str, size: int, work: Callable[[Sequence[Span], int], list[Any]]
+    ) -> list[Future[Any]]:
+        spans = _stretches(self._numel(name), size)
+        return [
+            self._pool.submit(_without_gradients, work, spans[first : first + TASK], first)
+            for first in range(0, len(spans), TASK)
+        ]
+
+    def _numel(self, name: str) -> int:
+        return prod(self._job.base.shape(name))
+
+
+def _results(tasks: Sequence[Future[Any]]) -> list[Any]:
+    return [one for task in tasks for one in task.result()]
+
+
+@torch.no_grad()
+def _without_gradients(
+    work: Callable[[Sequence[Span], int], list[Any]], spans: Sequence[Span], first: int
+) -> list[Any]:
+    return work(spans, first)
+
+
+def _stretches(numel: int, size: int) -> list[Span]:
+    """[0, numel) in pieces of `size`."""
+    return [(start, min(start + size, numel)) for start in range(0, numel, size)]
+
+
+def _with_zeros_of(base: Tensor, merged: Tensor) -> Tensor:
+    """A merge that adds nothing to -0.0 keeps its sign: then a model merged with itself is itself,
+    bit for bit. (-0.0 alone has the bit pattern of the smallest integer.)"""
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64}[base.dtype]
+    patterns = base.view(integers)
+    smallest = torch.iinfo(integers).min
+    if base.numel() == 0 or int(patterns.min()) != smallest:
+        return merged
+    return torch.where((patterns == smallest) & (merged == 0), base, merged)
 
 
 def check_sources(base: TensorSource, experts: Sequence[TensorSource]) -> None:
@@ -125,35 +441,3 @@ def _takes_part(base: TensorSource, name: str, exclude: Sequence[str]) -> bool:
     return base.dtype(name).is_floating_point and not any(
         re.fullmatch(pattern, name) for pattern in exclude
     )
-
-
-def _read(
-    base: TensorSource, experts: Sequence[TensorSource], name: str, allow_non_finite: bool
-) -> tuple[Tensor, list[Tensor]]:
-    tensors = [source.read(name) for source in (base, *experts)]
-    precision = torch.promote_types(tensors[0].dtype, torch.float32)
-    tensors = [tensor.to(precision) for tensor in tensors]
-    for index, tensor in enumerate(tensors):
-        if not allow_non_finite and not bool(tensor.isfinite().all()):
-            model = "the base" if index == 0 else f"expert {index - 1}"
-            count = int((~tensor.isfinite()).sum())
-            raise MergeError(
-                f"{name} of {model} holds {count} NaN or infinite numbers; repair the model, or "
-                "set allow_non_finite: true to merge it as it is"
-            )
-    return tensors[0], tensors[1:]
-
-
-def _copied(
-    base: TensorSource, experts: Sequence[TensorSource], name: str, dtype: torch.dtype | None
-) -> Tensor:
-    tensor = base.read(name)
-    if tensor.is_floating_point():
-        return tensor.to(dtype or tensor.dtype)
-    for index, expert in enumerate(experts):
-        if not torch.equal(tensor, expert.read(name)):
-            raise MergeError(
-                f"{name} holds {tensor.dtype} numbers, and expert {index} has others than the "
-                "base; such a tensor cannot be merged. Exclude it to keep the base's"
-            )
-    return tensor

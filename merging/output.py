@@ -10,22 +10,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from merging.adapter import open_adapter
 from merging.checkpoint import TensorSource, open_checkpoint, read_json
-from merging.engine import Progress, differences, merged_tensors
+from merging.engine import Progress, differences, prepare, run
 from merging.errors import MergeError
 from merging.methods import METHODS, parse_parameters
 from merging.recipe import Recipe
 from merging.report import Survey
-from merging.writer import Planned, write_shards
+from merging.writer import Planned, Shards
 
 REPORT = "merge_report.json"  # also the mark by which an old output of ours is known
 SHARD_BYTES = 5_000_000_000
@@ -48,13 +47,17 @@ def merge_to_folder(
     *,
     locate: Callable[[str], Path] = Path,
     shard_bytes: int = SHARD_BYTES,
+    device: str = "cpu",
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Writes the merged model; `from_pretrained` loads it.
 
     Args:
         locate: finds a model's folder from its name in the recipe.
-        progress: called with (tensors done, tensors in all).
+        device: where it is computed.
+        threads: one a core if left out.
+        progress: called with (bytes written, bytes in all).
 
     Returns:
         `out`.
@@ -69,20 +72,27 @@ def merge_to_folder(
     dtype = None if recipe.dtype is None else getattr(torch, recipe.dtype)
     survey = Survey([ingredient.model for ingredient in recipe.models])
     with _whole_or_nothing(out) as partial:
-        tensors = merged_tensors(
-            base,
-            experts,
-            recipe.method,
-            weights=[ingredient.weight for ingredient in recipe.models],
-            parameters=parse_parameters(recipe.method, recipe.parameters),
-            dtype=dtype,
-            exclude=recipe.exclude,
-            allow_non_finite=recipe.allow_non_finite,
-            progress=progress,
-            observe=survey.observe,
-        )
-        planned = [Planned(n, base.shape(n), _dtype(base, n, dtype)) for n in base.names()]
-        write_shards(partial, planned, _named_faults(tensors, recipe), shard_bytes)
+        with _named_faults(recipe):
+            job = prepare(
+                base,
+                experts,
+                recipe.method,
+                weights=[ingredient.weight for ingredient in recipe.models],
+                parameters=parse_parameters(recipe.method, recipe.parameters),
+                dtype=dtype,
+                exclude=recipe.exclude,
+                allow_non_finite=recipe.allow_non_finite,
+                device=device,
+            )
+            names = base.names()
+            planned = [Planned(name, base.shape(name), job.out_dtype(name)) for name in names]
+            total, done = sum(tensor.bytes for tensor in planned), 0
+            with closing(Shards(partial, planned, shard_bytes)) as shards:
+                merged = run(job, shards.write, survey=survey, threads=threads)
+                for tensor, _ in zip(planned, merged, strict=True):
+                    done += tensor.bytes
+                    if progress is not None:
+                        progress(done, total)
         _copy_files(base, experts, recipe, partial, dtype, survey)
         digests = {recipe.base: base.digest()} | {
             ingredient.model: expert.digest()
@@ -114,17 +124,11 @@ def _open_experts(
     return experts
 
 
-def _dtype(base: TensorSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    found = base.dtype(name)
-    return dtype if dtype is not None and found.is_floating_point else found
-
-
-def _named_faults(
-    tensors: Iterator[tuple[str, Tensor]], recipe: Recipe
-) -> Iterator[tuple[str, Tensor]]:
+@contextmanager
+def _named_faults(recipe: Recipe) -> Iterator[None]:
     """The engine numbers the experts; a user knows them by their paths."""
     try:
-        yield from tensors
+        yield
     except MergeError as error:
         text = str(error)
         for number, ingredient in enumerate(recipe.models):

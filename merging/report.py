@@ -3,58 +3,119 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
+LAYER = re.compile(r"\.(\d+)\.")
+
+
+class Moments(NamedTuple):
+    """Sums over the entries of one stretch of task vectors."""
+
+    products: list[list[float]]  # of the task vectors with each other, lower triangle
+    conflicts: int  # entries that two experts move in opposite directions
+    entries: int
+    non_finite: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether every input is."""
+        return self.non_finite == 0
+
+
+def moments(deltas: Sequence[Tensor]) -> Moments:
+    """The sums over one stretch; NaN or infinity in an input shows in its task vector."""
+    flat = [delta.flatten() for delta in deltas]
+    products = [
+        [float(torch.dot(flat[i], flat[j])) for j in range(i + 1)] for i in range(len(flat))
+    ]
+    entries = flat[0].numel()
+    if not all(math.isfinite(products[i][i]) for i in range(len(flat))):
+        bad = torch.stack([~delta.isfinite() for delta in flat]).any(0)
+        kept = [delta.double().masked_fill(bad, 0.0) for delta in flat]
+        products = [
+            [float(torch.dot(kept[i], kept[j])) for j in range(i + 1)] for i in range(len(kept))
+        ]
+        return Moments(products, _conflicts(kept), entries, int(bad.sum()))
+    return Moments(products, _conflicts(flat), entries, 0)
+
+
+def _conflicts(flat: Sequence[Tensor]) -> int:
+    if len(flat) == 1:
+        return 0
+    most, least = flat[0], flat[0]
+    if len(flat) > 2:
+        for delta in flat[1:]:
+            most, least = torch.maximum(most, delta), torch.minimum(least, delta)
+    else:
+        least = flat[1]
+    product = most * least
+    if product.device.type == "cpu":  # where NumPy compares ten times as fast as torch does
+        return int(numpy.count_nonzero(product.numpy() < 0))
+    return int((product < 0).sum())
+
 
 class Survey:
-    """Gathers sums over the merged tensors; `summary` makes the report of them."""
+    """Gathers moments tensor by tensor; `summary` makes the report of them."""
 
     def __init__(self, experts: Sequence[str]) -> None:
         self.notes: list[str] = []
         self._experts = list(experts)
-        self._merged: list[str] = []
-        count = len(self._experts)
-        self._products = torch.zeros(count, count, dtype=torch.float64)
-        self._conflicts, self._entries = 0, 0
+        self._tensors: dict[str, Moments] = {}
 
-    def observe(self, name: str, base: Tensor, experts: Sequence[Tensor]) -> None:
-        """Adds one tensor's task vectors to the sums."""
-        deltas = [(expert - base).flatten() for expert in experts]
-        for i, first in enumerate(deltas):
-            for j, second in enumerate(deltas[: i + 1]):
-                product = float(torch.dot(first, second))
-                self._products[i, j] += product
-                if i != j:
-                    self._products[j, i] += product
-        positive = torch.stack([delta > 0 for delta in deltas]).any(0)
-        negative = torch.stack([delta < 0 for delta in deltas]).any(0)
-        self._conflicts += int((positive & negative).sum())
-        self._entries += base.numel()
-        self._merged.append(name)
+    def add(self, name: str, found: Sequence[Moments]) -> None:
+        """Takes the moments of all stretches of one tensor."""
+        self._tensors[name] = _sum(found, len(self._experts))
 
     def summary(self, names: Sequence[str]) -> dict[str, Any]:
-        """Tensors merged and kept, norms of task vectors, their cosines, share of conflicts."""
-        norms = self._products.diagonal().sqrt().tolist()
-        merged = set(self._merged)
-        cosines = {
-            f"{self._experts[i]} ~ {self._experts[j]}": self._cosine(i, j, norms)
-            for i in range(len(norms))
-            for j in range(i)
-        }
+        """Tensors merged and kept, norms of task vectors, their cosines, shares of conflicts."""
+        whole = _sum(list(self._tensors.values()), len(self._experts))
+        layers: dict[str, list[Moments]] = {}
+        for name, found in self._tensors.items():
+            match = LAYER.search(name)
+            layers.setdefault(match[1] if match else "others", []).append(found)
+        norms = [math.sqrt(whole.products[i][i]) for i in range(len(self._experts))]
         return {
-            "tensors_merged": len(merged),
-            "tensors_kept_from_base": [name for name in names if name not in merged],
+            "tensors_merged": len(self._tensors),
+            "tensors_kept_from_base": [name for name in names if name not in self._tensors],
             "task_vector_norms": dict(zip(self._experts, norms, strict=True)),
-            "task_vector_cosines": cosines,
-            "sign_conflict_share": self._conflicts / max(self._entries, 1),
+            "task_vector_cosines": {
+                f"{self._experts[i]} ~ {self._experts[j]}": _cosine(whole, i, j)
+                for i in range(len(norms))
+                for j in range(i)
+            },
+            "sign_conflict_share": _share(whole),
+            "sign_conflict_share_by_layer": {
+                layer: _share(_sum(found, len(self._experts))) for layer, found in layers.items()
+            },
+            "non_finite_entries": {
+                name: found.non_finite for name, found in self._tensors.items() if found.non_finite
+            },
             "notes": self.notes,
         }
 
-    def _cosine(self, i: int, j: int, norms: Sequence[float]) -> float | None:
-        scale = norms[i] * norms[j]
-        cosine = float(self._products[i, j]) / scale if scale else math.nan
-        return cosine if math.isfinite(cosine) else None  # None: a task vector of zeros
+
+def _sum(found: Sequence[Moments], experts: int) -> Moments:
+    return Moments(
+        [
+            [math.fsum(one.products[i][j] for one in found) for j in range(i + 1)]
+            for i in range(experts)
+        ],
+        sum(one.conflicts for one in found),
+        sum(one.entries for one in found),
+        sum(one.non_finite for one in found),
+    )
+
+
+def _share(found: Moments) -> float:
+    return found.conflicts / max(found.entries, 1)
+
+
+def _cosine(found: Moments, i: int, j: int) -> float | None:
+    scale = math.sqrt(found.products[i][i] * found.products[j][j])
+    return found.products[i][j] / scale if scale else None  # None: a task vector of zeros

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from merging.errors import MergeError
-from merging.methods.contract import Method, Parameters
+from merging.methods.contract import Inputs, Method, Parameters, settle
 from merging.methods.linear import LINEAR
 from merging.methods.task_arithmetic import TASK_ARITHMETIC
 from merging.methods.ties import TIES
@@ -85,9 +85,17 @@ def merge_tensors(
         if not bool(tensor.isfinite().all()):
             raise MergeError(f"{name} holds NaN or infinity; expected finite numbers")
     dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
-    return METHODS[method].merge(
-        base.to(dtype), [expert.to(dtype) for expert in experts], chosen, params, None
-    )
+    inputs = Inputs(base.to(dtype), [expert.to(dtype) for expert in experts])
+    entry, known = METHODS[method], None
+    survey = entry.survey
+    if survey is not None and survey.scope(params) is not None:
+
+        def look(hint: Any) -> list[Any]:
+            return [survey.observe(inputs, params, hint)]
+
+        hint = survey.begin(inputs, params)
+        (known,) = settle(survey, params, hint, look(hint), look)
+    return entry.merge(inputs, chosen, params, known)
 
 
 def check_weights(weights: Sequence[float] | None, experts: int) -> list[float]:

@@ -1,21 +1,25 @@
-"""What a method is: tensors of a base and its experts in, one tensor out.
+"""What a method is: the base and its experts in, the merged tensor out.
 
 Task vectors are tau_i = expert_i - base. A method computes in the precision it is given (float32,
 or float64 for float64 inputs), never changes its inputs, and rounds nothing: the engine rounds
-once at the end. A method whose decisions span the whole model (TIES over all tensors) has a
-`survey`: it sees every tensor once, and what it returns is handed to every merge.
+once at the end.
+
+The engine hands a tensor over in flat stretches that fit into a processor's cache, several at a
+time in any order. A method whose choices span more than a stretch (TIES trims over the tensor or
+the model) says so by a `Survey`: it sees every stretch once before the first is merged, and what
+it decides comes back with each. A method that needs the tensor's shape or all of it at once (a
+singular value decomposition) is `whole`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-
-Read = Callable[[], Iterable[tuple[Tensor, list[Tensor]]]]
-"""Starts a pass over the model: (base, experts) tensor by tensor, in the same order each time."""
 
 
 class Parameters(BaseModel):
@@ -29,12 +33,63 @@ class Parameters(BaseModel):
         return [field.alias or name for name, field in cls.model_fields.items()]
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """A base and its experts: one tensor, or the same stretch of it, in one precision."""
+
+    base: Tensor
+    experts: Sequence[Tensor]
+
+    @cached_property
+    def deltas(self) -> list[Tensor]:
+        """The task vectors, computed once; not to be changed."""
+        return [expert - self.base for expert in self.experts]
+
+
+class Again(NamedTuple):
+    """A survey's answer when its hint was wrong: look at every stretch again with another."""
+
+    hint: Any
+
+
+class Survey(NamedTuple):
+    """How a method learns what a single stretch cannot tell."""
+
+    scope: Callable[[Any], Literal["tensor", "model"] | None]
+    """params -> over what it looks; None where these parameters need no survey"""
+    begin: Callable[[Inputs, Any], Any]
+    """(sample, params) -> hint; the sample is a small, evenly spread part of the scope"""
+    observe: Callable[[Inputs, Any, Any], Any]
+    """(stretch, params, hint) -> what was seen"""
+    decide: Callable[[Sequence[Any], Any, Any], Sequence[Any] | Again]
+    """(seen, params, hint) -> for each stretch what its merge must know, or another look"""
+
+
 class Method(NamedTuple):
     """A row of the registry."""
 
     summary: str
     params: type[Parameters]
-    merge: Callable[[Tensor, Sequence[Tensor], Sequence[float], Any, Any], Tensor]
-    """(base, experts, weights, params, survey's result or None) -> merged"""
-    survey: Callable[[Read, Any], Any] | None = None
-    """(pass over the model, params) -> whatever `merge` needs of the whole model, or None"""
+    merge: Callable[[Inputs, Sequence[float], Any, Any], Tensor]
+    """(inputs, weights, params, what the survey decided or None) -> merged, in the base's shape"""
+    survey: Survey | None = None
+    whole: bool = False
+
+
+def settle(
+    survey: Survey,
+    params: Any,
+    hint: Any,
+    seen: Sequence[Any],
+    look: Callable[[Any], Sequence[Any]],
+) -> Sequence[Any]:
+    """What the merge of each stretch must know, after as many looks as it takes.
+
+    Args:
+        seen: what the first look, with `hint`, has seen of each stretch.
+        look: hint -> what is seen of each stretch with it.
+    """
+    while isinstance(found := survey.decide(seen, params, hint), Again):
+        hint = found.hint
+        seen = look(hint)
+    return found

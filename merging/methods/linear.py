@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from merging.errors import MergeError
-from merging.methods.contract import Method, Parameters
+from merging.methods.contract import Inputs, Method, Parameters
 
 
 class LinearParameters(Parameters):
@@ -23,13 +23,9 @@ class LinearParameters(Parameters):
 
 
 def linear(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    params: LinearParameters,
-    survey: None = None,
+    inputs: Inputs, weights: Sequence[float], params: LinearParameters, known: None
 ) -> Tensor:
-    """The mean of the experts, in their shape.
+    """The mean of the experts.
 
     Raises:
         MergeError: the weights sum to 0 and shall be normalised.
@@ -40,11 +36,11 @@ def linear(
             f"linear: the weights {list(weights)} sum to 0, so their mean is undefined; choose "
             "other weights or normalize: false"
         )
-    first, *rest = experts
+    first, *rest = inputs.experts
     # Around the first expert, so that equal experts give themselves bit for bit.
     merged = first * (sum(weights) / total)
     for expert, weight in zip(rest, weights[1:], strict=True):
-        merged = merged + (weight / total) * (expert - first)
+        merged.add_(expert - first, alpha=weight / total)
     return merged
 
 

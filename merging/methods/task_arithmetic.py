@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import Tensor
 
-from merging.methods.contract import Method, Parameters
+from merging.methods.contract import Inputs, Method, Parameters
 
 
 class TaskArithmeticParameters(Parameters):
@@ -24,17 +24,13 @@ class TaskArithmeticParameters(Parameters):
 
 
 def task_arithmetic(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    params: TaskArithmeticParameters,
-    survey: None = None,
+    inputs: Inputs, weights: Sequence[float], params: TaskArithmeticParameters, known: None
 ) -> Tensor:
-    """base + lambda * sum of weighted task vectors, in their shape."""
-    merged = base.clone()
-    for expert, weight in zip(experts, weights, strict=True):
+    """base + lambda * sum of weighted task vectors."""
+    merged = inputs.base.clone()
+    for delta, weight in zip(inputs.deltas, weights, strict=True):
         if params.lambda_ * weight != 0:  # adding 0 would turn -0.0 into 0.0
-            merged += (params.lambda_ * weight) * (expert - base)
+            merged.add_(delta, alpha=params.lambda_ * weight)
     return merged
 
 

@@ -15,18 +15,24 @@ one a table shows must be said, so scope, election and divisor are parameters wi
 Equal magnitudes at the threshold: with scope `tensor` exactly max(1, int(density * n)) entries are
 kept, those with the lowest index first (the references leave it to an unstable sort); with scope
 `model` all of them are kept, as in the authors' code. Density 0 keeps nothing: the base.
+
+The exact threshold takes one look at the data and no sort: a sample brackets it, the look counts
+what lies above and collects what lies within, a hundredth or two of all entries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from merging.methods.contract import Method, Parameters, Read
+from merging.methods.contract import Again, Inputs, Method, Parameters, Survey
 
 Scope = Literal["tensor", "model"]
 Elect = Literal["weighted", "unweighted"]
@@ -70,115 +76,165 @@ class TiesParameters(Parameters):
 
 
 def ties(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float],
-    params: TiesParameters,
-    survey: Sequence[float] | None = None,
+    inputs: Inputs, weights: Sequence[float], params: TiesParameters, kept: Sequence[Kept] | None
 ) -> Tensor:
-    """base + lambda * the elected mean of trimmed task vectors, in their shape.
+    """base + lambda * the elected mean of trimmed task vectors.
 
     Args:
-        survey: with scope `model`, each expert's threshold over the whole model; without it the
-            one tensor is taken for the model.
+        kept: what stays of each expert's task vector; None for all of it.
     """
     if params.density == 0 or params.lambda_ == 0:
-        return base.clone()
+        return inputs.base.clone()
+    trimmed = inputs.deltas
+    if kept is not None:
+        trimmed = [_trim(tau, keep) for tau, keep in zip(trimmed, kept, strict=True)]
     choice = params.choice
-    deltas = [expert - base for expert in experts]
-    if choice.scope == "model":
-        thresholds = survey or _thresholds(lambda: [(base, list(experts))], params)
-        trimmed = [_above(tau, limit) for tau, limit in zip(deltas, thresholds, strict=True)]
-    else:
-        trimmed = [_largest(delta, params.density) for delta in deltas]
-    return base + params.lambda_ * _merge_agreeing(trimmed, weights, choice)
-
-
-def _merge_agreeing(trimmed: Sequence[Tensor], weights: Sequence[float], choice: Preset) -> Tensor:
-    total, mass = torch.zeros_like(trimmed[0]), torch.zeros_like(trimmed[0])
-    voting = weights if choice.elect == "weighted" else [1.0] * len(weights)
-    for tau, vote in zip(trimmed, voting, strict=True):
-        mass += vote * tau
-    positive = mass >= 0
-    divisor = torch.zeros_like(total)
-    for tau, weight, vote in zip(trimmed, weights, voting, strict=True):
-        signed = vote * tau
-        agrees = torch.where(positive, signed > 0, signed < 0)
-        total += torch.where(agrees, weight * tau, 0.0)
-        divisor += agrees.to(tau.dtype) * (weight if choice.divisor == "weights" else 1.0)
+    votes = weights if choice.elect == "weighted" else [1.0] * len(weights)
+    shares = weights if choice.divisor == "weights" else [1.0] * len(weights)
+    elected = torch.copysign(torch.ones_like(inputs.base), _weighted_sum(trimmed, votes))
+    total, divisor = torch.zeros_like(inputs.base), torch.zeros_like(inputs.base)
+    for tau, weight, vote, share in zip(trimmed, weights, votes, shares, strict=True):
+        side = math.copysign(1.0, vote)  # a negative vote agrees where its entry disagrees
+        agreeing = (tau * elected).mul_(side).relu_() if side < 0 else (tau * elected).relu_()
+        total.add_(agreeing, alpha=weight * side)
+        divisor.add_(agreeing.sign_(), alpha=share)
+    total *= elected
     if choice.divisor == "none":
-        return total
-    return torch.where(divisor == 0, total, total / torch.where(divisor == 0, 1.0, divisor))
+        return inputs.base.add(total, alpha=params.lambda_)
+    if min(shares) > 0:  # then the divisor is 0 only where nothing agrees and the total is 0
+        divisor.clamp_(min=min(shares))
+    else:
+        divisor = torch.where(divisor == 0, 1.0, divisor)
+    return torch.addcdiv(inputs.base, total, divisor, value=params.lambda_)
 
 
-def _largest(delta: Tensor, density: float) -> Tensor:
-    """Exactly max(1, int(density * n)) entries of largest magnitude; equals by lowest index."""
-    count = max(1, int(density * delta.numel()))
-    if count >= delta.numel():
-        return delta
-    magnitudes = delta.abs().flatten()
-    threshold = magnitudes.kthvalue(delta.numel() - count + 1).values
-    keep = magnitudes > threshold
-    equal = magnitudes == threshold
-    keep |= equal & (equal.cumsum(0) <= count - keep.sum())
-    return torch.where(keep.view_as(delta), delta, 0.0)
-
-
-def _above(delta: Tensor, threshold: float) -> Tensor:
-    # In float32, as the threshold was found; `float` of a float32 threshold is exact.
-    return torch.where(delta.abs().float() >= threshold, delta, 0.0)
-
-
-HALF = 16  # bits: a float32 magnitude is found by its upper half, then by its lower half
-
-
-def _thresholds(read: Read, params: TiesParameters) -> list[float]:
-    """Each expert's magnitude of rank int(density * n) over the whole model, exact in float32.
-
-    A non-negative float32 orders as its bit pattern does: two passes over the model count the
-    upper and then, within the bin that holds the rank, the lower 16 bits. No sort, no copy.
-    """
-    counts: list[Tensor] = []
-    for base, experts in read():
-        counts = counts or [torch.zeros(1 << HALF, dtype=torch.long) for _ in experts]
-        for index, expert in enumerate(experts):
-            counts[index] += _histogram(_bits(expert - base) >> HALF)
-    ranks = [max(1, int(params.density * int(count.sum()))) for count in counts]
-    upper = [_rank_bin(count, rank) for count, rank in zip(counts, ranks, strict=True)]
-    counts = [torch.zeros(1 << HALF, dtype=torch.long) for _ in counts]
-    for base, experts in read():
-        for index, expert in enumerate(experts):
-            bits = _bits(expert - base)
-            inside = bits[bits >> HALF == upper[index][0]]
-            counts[index] += _histogram(inside & ((1 << HALF) - 1))
-    found = []
-    for (high, left), count in zip(upper, counts, strict=True):
-        pattern = (high << HALF) + _rank_bin(count, left)[0]
-        found.append(float(torch.tensor(pattern, dtype=torch.int32).view(torch.float32)))
+def _weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    first, *rest = tensors
+    found = first * weights[0]
+    for tensor, weight in zip(rest, weights[1:], strict=True):
+        found.add_(tensor, alpha=weight)
     return found
 
 
-def _bits(delta: Tensor) -> Tensor:
-    return delta.abs().float().flatten().view(torch.int32)
+class Bracket(NamedTuple):
+    """Magnitudes between which an expert's threshold is looked for."""
+
+    low: float
+    high: float
 
 
-def _histogram(values: Tensor) -> Tensor:
-    return torch.bincount(values, minlength=1 << HALF).cpu()
+class Seen(NamedTuple):
+    """One expert's magnitudes in one stretch, seen through a bracket."""
+
+    entries: int
+    above: int
+    inside: NDArray[Any]  # the magnitudes in [low, high] but zeros, of which there may be very many
 
 
-def _rank_bin(counts: Tensor, rank: int) -> tuple[int, int]:
-    """The bin that holds the rank-th largest value, and its rank within the bin (from 1)."""
-    above = counts.flip(0).cumsum(0)
-    place = int(torch.searchsorted(above, torch.tensor(rank)))
-    before = int(above[place - 1]) if place else 0
-    return len(counts) - 1 - place, rank - before
+class Kept(NamedTuple):
+    """What trimming keeps of a stretch: all above the threshold, and of those equal to it the
+    first so many (None: all)."""
+
+    threshold: float
+    equals: int | None
 
 
-def survey(read: Read, params: Any) -> list[float] | None:
-    """The thresholds over the whole model, where the scope asks for them."""
-    if params.choice.scope == "tensor" or params.density == 0:
+MARGIN = 0.01  # of the scope's entries, on either side of the rank that the sample shows
+
+
+def _scope(params: TiesParameters) -> Scope | None:
+    return None if params.density in (0, 1) else params.choice.scope
+
+
+def _begin(sample: Inputs, params: TiesParameters) -> list[Bracket]:
+    """Brackets from a sample, wide enough that the exact threshold hardly ever lies outside."""
+    return [_bracket(_magnitudes(delta), params.density) for delta in sample.deltas]
+
+
+def _bracket(sample: NDArray[Any], density: float) -> Bracket:
+    size = len(sample)
+    low = int(size * (1 - density - MARGIN)) - 2
+    high = int(size * (1 - density + MARGIN)) + 2
+    places = sorted({max(low, 0), min(high, size - 1)})
+    found = numpy.partition(sample, places)
+    return Bracket(
+        float(found[places[0]]) if low >= 0 else 0.0,
+        float(found[places[-1]]) if high < size else math.inf,
+    )
+
+
+def _observe(inputs: Inputs, params: TiesParameters, brackets: Sequence[Bracket]) -> list[Seen]:
+    return [
+        _look(_magnitudes(delta), bracket)
+        for delta, bracket in zip(inputs.deltas, brackets, strict=True)
+    ]
+
+
+def _look(magnitudes: NDArray[Any], bracket: Bracket) -> Seen:
+    above = magnitudes > bracket.high
+    inside = magnitudes >= bracket.low if bracket.low > 0 else magnitudes > 0
+    inside ^= above
+    return Seen(len(magnitudes), int(numpy.count_nonzero(above)), magnitudes[inside])
+
+
+def _magnitudes(delta: Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = delta.abs().flatten().cpu().numpy()
+    return found
+
+
+def _decide(
+    seen: Sequence[Sequence[Seen]], params: TiesParameters, brackets: Sequence[Bracket]
+) -> list[list[Kept]] | Again:
+    """Exactly max(1, int(density * n)) entries; of equal magnitudes those with the lowest index,
+    or all of them where the scope is the model."""
+    found = []
+    for bracket, expert in zip(brackets, zip(*seen, strict=True), strict=True):
+        kept = _kept(expert, params, bracket)
+        if kept is None:
+            return Again([Bracket(0.0, math.inf)] * len(brackets))
+        found.append(kept)
+    return [list(stretch) for stretch in zip(*found, strict=True)]
+
+
+def _kept(stretches: Sequence[Seen], params: TiesParameters, bracket: Bracket) -> list[Kept] | None:
+    """What one expert keeps of each stretch; None where its threshold is outside the bracket."""
+    count = max(1, int(params.density * sum(seen.entries for seen in stretches)))
+    above = sum(seen.above for seen in stretches)
+    inside = numpy.concatenate([seen.inside for seen in stretches])
+    place = len(inside) - (count - above)  # of the threshold, among the inside in rising order
+    if place < 0 and bracket.low == 0:  # the rest are zeros, and trimming them changes nothing
+        return [Kept(0.0, None)] * len(stretches)
+    if not 0 <= place < len(inside):
         return None
-    return _thresholds(read, params)
+    limit = numpy.partition(inside, place)[place]
+    threshold = float(limit)
+    if params.choice.scope == "model":
+        return [Kept(threshold, None)] * len(stretches)
+    left = count - above - int(numpy.count_nonzero(inside > limit))
+    kept = []
+    for seen in stretches:
+        equal = int(numpy.count_nonzero(seen.inside == limit))
+        kept.append(Kept(threshold, None if equal <= left else left))
+        left -= min(equal, left)
+    return kept
 
 
-TIES = Method("trim, elect sign, merge what agrees", TiesParameters, ties, survey)
+def _trim(delta: Tensor, kept: Kept) -> Tensor:
+    if kept.equals == 0:
+        return torch.hardshrink(delta, kept.threshold)  # 0 where |x| <= threshold
+    if kept.equals is None:
+        limit = torch.tensor(kept.threshold, dtype=delta.dtype)
+        below = float(torch.nextafter(limit, torch.zeros_like(limit)))
+        return torch.hardshrink(delta, below) if kept.threshold > 0 else delta
+    magnitudes = delta.abs()
+    equal = (magnitudes == kept.threshold).flatten()
+    first = (equal & (equal.cumsum(0) <= kept.equals)).view_as(delta)
+    return torch.where((magnitudes > kept.threshold) | first, delta, 0.0)
+
+
+TIES = Method(
+    "trim, elect sign, merge what agrees",
+    TiesParameters,
+    ties,
+    Survey(_scope, _begin, _observe, _decide),
+)

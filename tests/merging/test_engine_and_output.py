@@ -134,7 +134,7 @@ def test_a_killed_merge_leaves_no_half_output(tmp_path: Path) -> None:
         from pathlib import Path
         from merging import merge_to_folder, parse_recipe
         def die(done, total):
-            if done == 2:
+            if 0 < done < total:
                 os.kill(os.getpid(), signal.SIGKILL)
         recipe = parse_recipe({{"method": "linear", "base": {str(folders[0])!r},
                                "models": [{str(folders[1])!r}]}})

@@ -162,11 +162,14 @@ def floor(folders: list[Path], out: Path) -> float:
     start = time.perf_counter()
     buffer = memoryview(bytearray(BLOCK))
     for place, folder in enumerate(folders):
-        with (folder / "model.safetensors").open("rb", buffering=0) as source:
-            with (out if place == 0 else Path(os.devnull)).open("wb", buffering=0) as target:
-                while count := source.readinto(buffer):
-                    if place == 0:
-                        target.write(buffer[:count])
+        target = out if place == 0 else Path(os.devnull)
+        with (
+            (folder / "model.safetensors").open("rb", buffering=0) as source,
+            target.open("wb", buffering=0) as sink,
+        ):
+            while count := source.readinto(buffer):
+                if place == 0:
+                    sink.write(buffer[:count])
     found = time.perf_counter() - start
     out.unlink()
     return found
@@ -175,7 +178,9 @@ def floor(folders: list[Path], out: Path) -> float:
 INSIDE = """
 import sys, time
 from pathlib import Path
+from evaluation.cli import _keep_freed_memory
 from merging import load_recipe, merge_to_folder
+_keep_freed_memory()
 recipe = load_recipe(Path(sys.argv[1]))
 start = time.perf_counter()
 merge_to_folder(recipe, Path(sys.argv[2]))
@@ -208,8 +213,10 @@ def main() -> None:
     ours = str(Path(sys.executable).parent / "mergescope")
     work = arguments.folder / "work"
     work.mkdir(parents=True, exist_ok=True)
-    print("| size | method | whole command, s | inside, s | floor, s | inside/floor | anon, MB |"
-          " mergekit, s | its anon, MB | faster |")
+    print(
+        "| size | method | whole command, s | inside, s | floor, s | inside/floor | anon, MB |"
+        " mergekit, s | its anon, MB | faster |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for size in arguments.sizes:
         folders = checkpoints(size, arguments.folder)

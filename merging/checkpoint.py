@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,6 +55,14 @@ class TensorSource(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """Where the entries of a tensor begin in a file."""
+
+    stream: IO[bytes]
+    offset: int
+    dtype: torch.dtype
+
+
 class Checkpoint:
     """A checkpoint folder or a single .safetensors file; see `open_checkpoint`."""
 
@@ -62,8 +70,7 @@ class Checkpoint:
         self.folder = folder
         self._files = dict(files)  # tensor -> file
         self._opened: dict[Path, Any] = {}
-        self._descriptors: dict[Path, BinaryIO] = {}
-        self._offsets: dict[Path, dict[str, int]] = {}
+        self._places: dict[str, Place | Tensor] = {}
         self._lock = threading.Lock()
         if tied and HEAD in self._files and EMBEDDINGS in self._files:
             self._forget_tied_head()
@@ -97,43 +104,39 @@ class Checkpoint:
             ) from None
 
     def read_span(self, name: str, start: int, stop: int) -> Tensor:
-        part = self._part(name)
-        if isinstance(part, Tensor):
-            return part.reshape(-1)[start:stop]
-        dtype = self.dtype(name)
-        found = torch.empty(stop - start, dtype=dtype)
-        place = self._places(self._files[name])[name] + start * dtype.itemsize
-        if stop > start:
-            self._read_bytes(name, found.view(torch.uint8).numpy().data, place)
+        place = self._places.get(name) or self._locate(name)
+        if isinstance(place, Tensor):
+            return place[start:stop]
+        found = torch.empty(stop - start, dtype=place.dtype)
+        view = found.view(torch.uint8).numpy().data
+        offset = place.offset + start * place.dtype.itemsize
+        while view:
+            count = os.preadv(place.stream.fileno(), [view], offset)
+            if count == 0:
+                raise MergeError(
+                    f"{self._files[name]}: {name} cannot be read (the file has become shorter)"
+                )
+            view, offset = view[count:], offset + count
         return found
 
-    def _read_bytes(self, name: str, view: memoryview, place: int) -> None:
+    def _locate(self, name: str) -> Place | Tensor:
+        """Finds the places of all tensors of the file that holds this one."""
         file = self._files[name]
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = file.open("rb", buffering=0)
-            descriptor = self._descriptors[file].fileno()
-        done = 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], place + done)
-            if count == 0:
-                raise MergeError(f"{file}: {name} cannot be read (the file ends before it does)")
-            done += count
-
-    def _places(self, file: Path) -> Mapping[str, int]:
-        """Where each tensor's bytes begin in a safetensors file."""
-        with self._lock:
-            if file not in self._offsets:
-                self._open_for(file)  # has the header checked by the library
-                with file.open("rb") as stream:
-                    size = int.from_bytes(stream.read(8), "little")
-                    header = json.loads(stream.read(size))
-                self._offsets[file] = {
-                    name: 8 + size + entry["data_offsets"][0]
-                    for name, entry in header.items()
-                    if name != "__metadata__"
-                }
-            return self._offsets[file]
+            if name in self._places:
+                return self._places[name]
+            opened = self._opened_file(file)  # its header is sound: the library has checked it
+            if isinstance(opened, dict):
+                self._places |= {key: tensor.reshape(-1) for key, tensor in opened.items()}
+                return self._places[name]
+            stream = file.open("rb", buffering=0)
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+            for key, entry in header.items():
+                if key != "__metadata__" and entry["dtype"] in DTYPES:
+                    offset = 8 + size + entry["data_offsets"][0]
+                    self._places[key] = Place(stream, offset, DTYPES[entry["dtype"]])
+            return self._places[name]
 
     def digest(self) -> str:
         return self._digest
@@ -147,9 +150,9 @@ class Checkpoint:
 
     def _open(self, name: str) -> Any:
         with self._lock:
-            return self._open_for(self._files[name])
+            return self._opened_file(self._files[name])
 
-    def _open_for(self, file: Path) -> Any:
+    def _opened_file(self, file: Path) -> Any:
         if file not in self._opened:
             self._opened[file] = _open_file(file)
         return self._opened[file]

@@ -33,8 +33,8 @@ Write = Callable[[str, int, Tensor], None]
 """(tensor, first entry, flat entries): takes a merged stretch; called from threads."""
 
 SHOWN = 5  # names listed in an error
-STRETCH = 1 << 16  # entries that are merged at a time: a float32 copy is a quarter of a megabyte
-TASK = 16  # stretches a task: enough that handing it to a thread costs nothing
+STRETCH = 1 << 18  # entries that are merged at a time: a megabyte in float32
+TASK = 4  # stretches a task: enough that handing it to a thread costs nothing
 AHEAD = 4  # tasks a thread that are queued before the oldest must be done
 SAMPLED, BLOCK = 1 << 18, 1 << 12  # entries of a sample, and how many of them stand together
 
@@ -273,14 +273,14 @@ class _Stages:
     def _inputs(self, name: str, start: int, stop: int) -> Inputs:
         job = self._job
         tensors = [source.read_span(name, start, stop) for source in (job.base, *job.experts)]
-        precision = torch.promote_types(job.base.dtype(name), torch.float32)
+        precision = torch.promote_types(tensors[0].dtype, torch.float32)
         tensors = [tensor.to(job.device, precision) for tensor in tensors]
         return Inputs(tensors[0], tensors[1:])
 
     def _merge_spans(
         self, name: str, spans: Sequence[Span], known: Sequence[Any] | None, first: int
     ) -> list[Moments]:
-        job, found = self._job, []
+        job, found, dtype = self._job, [], self._job.out_dtype(name)
         for place, (start, stop) in enumerate(spans, start=first):
             inputs = self._inputs(name, start, stop)
             found.append(self._checked(name, inputs))
@@ -290,7 +290,7 @@ class _Stages:
             told = None if known is None else known[place]
             merged = job.method.merge(inputs, job.weights, job.params, told)
             merged = _with_zeros_of(inputs.base, merged)
-            self._write(name, start, merged.to(job.out_dtype(name)).flatten().cpu())
+            self._write(name, start, merged.to(dtype).flatten().cpu())
         return found
 
     def _checked(self, name: str, inputs: Inputs) -> Moments:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 import yaml
 
+from merging.raw import to_raw
 from merging.writer import Planned, Shards
 
 VOCABULARY = 32_000
@@ -87,7 +88,7 @@ def checkpoints(size: str, root: Path) -> list[Path]:
 
 def _write(folder: Path, size: str, seed: int) -> None:
     hidden, intermediate, layers = SIZES[size]
-    planned = [Planned(name, shape, torch.bfloat16) for name, shape in shapes(size).items()]
+    planned = [Planned(name, shape, "BF16") for name, shape in shapes(size).items()]
     base, change = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     with closing(Shards(folder, planned, 5_000_000_000)) as shards:
         for tensor in planned:
@@ -95,7 +96,7 @@ def _write(folder: Path, size: str, seed: int) -> None:
             if seed:
                 values = values.bfloat16().float()
                 values += torch.randn(tensor.shape, generator=change).mul_(0.001)
-            shards.write(tensor.name, 0, values.bfloat16())
+            shards.write(tensor.name, 0, to_raw(values.bfloat16()))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

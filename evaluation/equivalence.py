@@ -41,6 +41,7 @@ from evaluation.progress import Bar
 from evaluation.text import encode, encode_pair
 from evaluation.training import suit_threads
 from merging import TensorSource, merged_tensors, parse_parameters
+from merging.raw import FLOATING, Raw, to_raw, to_tensor
 from results import Divergence, Store
 
 CHUNK = 64  # positions whose logits are compared at a time: (k + 2) * CHUNK * V doubles
@@ -80,18 +81,18 @@ class ScaledSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._base.shape(name))
 
-    def dtype(self, name: str) -> torch.dtype:
-        found = self._base.dtype(name)
-        return torch.float64 if found.is_floating_point else found
+    def code(self, name: str) -> str:
+        found = self._base.code(name)
+        return "F64" if found in FLOATING else found
 
     def read(self, name: str) -> Tensor:
         return self._scaled(self._base.read(name), lambda: self._expert.read(name))
 
-    def read_span(self, name: str, start: int, stop: int) -> Tensor:
-        return self._scaled(
-            self._base.read_span(name, start, stop),
-            lambda: self._expert.read_span(name, start, stop),
-        )
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        def entries(source: TensorSource) -> Tensor:
+            return to_tensor(source.read_raw(name, start, stop), source.code(name))
+
+        return to_raw(self._scaled(entries(self._base), lambda: entries(self._expert)))
 
     def _scaled(self, base: Tensor, expert: Callable[[], Tensor]) -> Tensor:
         if not base.is_floating_point():
@@ -118,18 +119,18 @@ class StateSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._origin.shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._origin.dtype(name)
+    def code(self, name: str) -> str:
+        return self._origin.code(name)
 
     def read(self, name: str) -> Tensor:
         own = self._state.get(name)
         return self._origin.read(name) if own is None else own.cpu()
 
-    def read_span(self, name: str, start: int, stop: int) -> Tensor:
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
         own = self._state.get(name)
         if own is None:
-            return self._origin.read_span(name, start, stop)
-        return own.reshape(-1)[start:stop].cpu()
+            return self._origin.read_raw(name, start, stop)
+        return to_raw(own.reshape(-1)[start:stop])
 
     def digest(self) -> str:
         return self._origin.digest()

@@ -13,10 +13,10 @@ from merging.adapter import Adapter, open_adapter
 from merging.checkpoint import (
     Checkpoint,
     TensorSource,
-    file_digest,
     open_checkpoint,
     read_json,
 )
+from merging.digests import file_digest
 from merging.engine import differences, merged_tensors
 from merging.errors import MergeError
 from merging.methods import METHODS, merge_tensors, parse_parameters

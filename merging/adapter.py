@@ -16,13 +16,16 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from merging.checkpoint import Checkpoint, TensorSource, file_digest, open_checkpoint, read_json
+from merging.checkpoint import Checkpoint, TensorSource, open_checkpoint, read_json
+from merging.digests import file_digest
 from merging.errors import MergeError
+from merging.lazy import torch
+from merging.raw import Raw, to_raw, to_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "base_model.model."
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -67,8 +70,9 @@ class Adapter:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.float32 if name in self._adapted else self._base.dtype(name)
+    def code(self, name: str) -> str:
+        found = self._base.code(name)
+        return "F32" if name in self._adapted and found != "F64" else found
 
     def read(self, name: str) -> Tensor:
         weight = self._base.read(name)
@@ -76,30 +80,19 @@ class Adapter:
         if module is None:
             return weight
         left, right = self._factor_pair(module)
-        precision = torch.promote_types(weight.dtype, torch.float32)
-        return weight.to(precision) + left @ right
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + left @ right
 
-    def read_span(self, name: str, start: int, stop: int) -> Tensor:
-        weight = self._base.read_span(name, start, stop)
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        entries = self._base.read_raw(name, start, stop)
         module = self._adapted.get(name)
         if module is None:
-            return weight
+            return entries
         left, right = self._factor_pair(module)
         columns = right.shape[1]
         first, last = start // columns, -(-stop // columns)  # the rows that hold the span
         delta = (left[first:last] @ right).flatten()[start - first * columns :][: stop - start]
-        return weight.to(torch.promote_types(weight.dtype, torch.float32)).add_(delta)
-
-    def _factor_pair(self, module: str) -> tuple[Tensor, Tensor]:
-        """(rows, r) and (r, columns) in float32, whose product is the addition to the weight."""
-        found = self._pairs.get(module)
-        if found is None:
-            a, b = (self._factors.read(f"{module}.lora_{factor}.weight").float() for factor in "AB")
-            b = b * self._scaling(module, rank=a.shape[0])
-            found = (a.T, b.T) if self._config.get("fan_in_fan_out") else (b, a)
-            latest = list(self._pairs.items())[1 - PAIRS_KEPT :]
-            self._pairs = {**dict(latest), module: found}
-        return found
+        weight = to_tensor(entries, self._base.code(name))
+        return to_raw(weight.to(torch.promote_types(weight.dtype, torch.float32)) + delta)
 
     def digest(self) -> str:
         return self._digest
@@ -115,6 +108,17 @@ class Adapter:
         alpha = _pattern(self._config.get("alpha_pattern"), name, self._config["lora_alpha"])
         root = math.sqrt(rank) if self._config.get("use_rslora") else rank
         return float(alpha) / float(root)
+
+    def _factor_pair(self, module: str) -> tuple[Tensor, Tensor]:
+        """(rows, r) and (r, columns) in float32, whose product is the addition to the weight."""
+        found = self._pairs.get(module)
+        if found is None:
+            a, b = (self._factors.read(f"{module}.lora_{factor}.weight").float() for factor in "AB")
+            b = b * self._scaling(module, rank=a.shape[0])
+            found = (a.T, b.T) if self._config.get("fan_in_fan_out") else (b, a)
+            latest = list(self._pairs.items())[1 - PAIRS_KEPT :]
+            self._pairs = {**dict(latest), module: found}
+        return found
 
 
 def open_adapter(base: TensorSource, folder: Path) -> Adapter:

@@ -14,23 +14,29 @@ import os
 import threading
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
+import numpy
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from merging.digests import file_digest
 from merging.errors import MergeError
+from merging.lazy import torch
+from merging.raw import CODES, Raw, dtype_code, itemsize, to_raw, to_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-BLOCK = 1 << 24  # bytes hashed at a time
+SPAN = 1 << 22  # entries compared at a time
 
 
 class TensorSource(Protocol):
-    """Named tensors, read one at a time."""
+    """Named tensors, read one at a time or in pieces."""
 
     folder: Path
 
@@ -40,14 +46,16 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    def code(self, name: str) -> str:
+        """The type of the entries, as in `merging.raw.CODES`."""
+        ...
 
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU."""
         ...
 
-    def read_span(self, name: str, start: int, stop: int) -> Tensor:
-        """Entries [start, stop) of the flattened tensor, 1-D, on the CPU; called from threads."""
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        """The bytes of entries [start, stop) of the flattened tensor; called from threads."""
         ...
 
     def digest(self) -> str:
@@ -55,22 +63,113 @@ class TensorSource(Protocol):
         ...
 
 
-class Place(NamedTuple):
-    """Where the entries of a tensor begin in a file."""
+class Part(Protocol):
+    """One file of a checkpoint."""
 
-    stream: IO[bytes]
-    offset: int
-    dtype: torch.dtype
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def code(self, name: str) -> str: ...
+
+    def read_raw(self, name: str, start: int, stop: int) -> Raw: ...
+
+
+class Entry(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    code: str
+    shape: tuple[int, ...]
+    offset: int  # bytes from the beginning of the file
+
+
+class SafetensorsFile:
+    """A safetensors file; its header is checked, its data are read at their places."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="numpy"):  # the library checks what the header promises
+                pass
+            self._stream = path.open("rb", buffering=0)
+            size = int.from_bytes(self._stream.read(8), "little")
+            header = json.loads(self._stream.read(size))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise MergeError(f"{path} is no sound safetensors file: {error}") from None
+        self._path = path
+        self._entries = {
+            name: Entry(entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def names(self) -> list[str]:
+        """In the order of the library, which is by type and name."""
+        with safe_open(self._path, framework="numpy") as opened:
+            return list(opened.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def code(self, name: str) -> str:
+        found = self._entries[name].code
+        if found not in CODES:
+            raise MergeError(
+                f"{self._path}: {name} has type {found}; expected one of {', '.join(CODES)}"
+            )
+        return found
+
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        entry = self._entries[name]
+        size = itemsize(self.code(name))
+        found = numpy.empty((stop - start) * size, dtype=numpy.uint8)
+        view, place = found.data, entry.offset + start * size
+        while view:
+            count = os.preadv(self._stream.fileno(), [view], place)
+            if count == 0:
+                raise MergeError(
+                    f"{self._path}: {name} cannot be read; the file has become shorter"
+                )
+            view, place = view[count:], place + count
+        return found
+
+
+class PickledFile:
+    """A .bin file, read as plain tensors: the code in it is not run."""
+
+    def __init__(self, path: Path) -> None:
+        log.info("%s is a pickle; reading its tensors without running its code", path)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises many kinds; all mean the file cannot be used
+            raise MergeError(
+                f"{path} cannot be read as plain tensors: {str(error).splitlines()[0]}"
+            ) from None
+        if not isinstance(state, dict) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in state.values()
+        ):
+            raise MergeError(f"{path} holds something else than named tensors")
+        self._state: dict[str, Tensor] = state
+
+    def names(self) -> list[str]:
+        return list(self._state)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
+
+    def code(self, name: str) -> str:
+        return dtype_code(self._state[name].dtype)
+
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        return to_raw(self._state[name].reshape(-1)[start:stop])
 
 
 class Checkpoint:
-    """A checkpoint folder or a single .safetensors file; see `open_checkpoint`."""
+    """A checkpoint folder or a single file; see `open_checkpoint`."""
 
     def __init__(self, folder: Path, files: Mapping[str, Path], tied: bool) -> None:
         self.folder = folder
         self._files = dict(files)  # tensor -> file
-        self._opened: dict[Path, Any] = {}
-        self._places: dict[str, Place | Tensor] = {}
+        self._parts: dict[Path, Part] = {}
         self._lock = threading.Lock()
         if tied and HEAD in self._files and EMBEDDINGS in self._files:
             self._forget_tied_head()
@@ -79,64 +178,17 @@ class Checkpoint:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        part = self._part(name)
-        return tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+        return self._part(name).shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
-        part = self._part(name)
-        if isinstance(part, Tensor):
-            return part.dtype
-        found = DTYPES.get(part.get_dtype())
-        if found is None:
-            raise MergeError(
-                f"{self._files[name]}: {name} has type {part.get_dtype()}; expected one of "
-                f"{', '.join(DTYPES)}"
-            )
-        return found
+    def code(self, name: str) -> str:
+        return self._part(name).code(name)
 
     def read(self, name: str) -> Tensor:
-        part = self._part(name)
-        try:
-            return part if isinstance(part, Tensor) else self._open(name).get_tensor(name)
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise MergeError(
-                f"{self._files[name]}: {name} cannot be read ({error}); the file is damaged"
-            ) from None
+        shape = self.shape(name)
+        return to_tensor(self.read_raw(name, 0, prod(shape)), self.code(name)).view(shape)
 
-    def read_span(self, name: str, start: int, stop: int) -> Tensor:
-        place = self._places.get(name) or self._locate(name)
-        if isinstance(place, Tensor):
-            return place[start:stop]
-        found = torch.empty(stop - start, dtype=place.dtype)
-        view = found.view(torch.uint8).numpy().data
-        offset = place.offset + start * place.dtype.itemsize
-        while view:
-            count = os.preadv(place.stream.fileno(), [view], offset)
-            if count == 0:
-                raise MergeError(
-                    f"{self._files[name]}: {name} cannot be read (the file has become shorter)"
-                )
-            view, offset = view[count:], offset + count
-        return found
-
-    def _locate(self, name: str) -> Place | Tensor:
-        """Finds the places of all tensors of the file that holds this one."""
-        file = self._files[name]
-        with self._lock:
-            if name in self._places:
-                return self._places[name]
-            opened = self._opened_file(file)  # its header is sound: the library has checked it
-            if isinstance(opened, dict):
-                self._places |= {key: tensor.reshape(-1) for key, tensor in opened.items()}
-                return self._places[name]
-            stream = file.open("rb", buffering=0)
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size))
-            for key, entry in header.items():
-                if key != "__metadata__" and entry["dtype"] in DTYPES:
-                    offset = 8 + size + entry["data_offsets"][0]
-                    self._places[key] = Place(stream, offset, DTYPES[entry["dtype"]])
-            return self._places[name]
+    def read_raw(self, name: str, start: int, stop: int) -> Raw:
+        return self._part(name).read_raw(name, start, stop)
 
     def digest(self) -> str:
         return self._digest
@@ -148,46 +200,36 @@ class Checkpoint:
             total.update(file.name.encode() + file_digest(file).encode())
         return total.hexdigest()
 
-    def _open(self, name: str) -> Any:
+    def _part(self, name: str) -> Part:
+        file = self._files[name]
         with self._lock:
-            return self._opened_file(self._files[name])
-
-    def _opened_file(self, file: Path) -> Any:
-        if file not in self._opened:
-            self._opened[file] = _open_file(file)
-        return self._opened[file]
-
-    def _part(self, name: str) -> Any:
-        opened = self._open(name)
-        try:
-            return opened[name] if isinstance(opened, dict) else opened.get_slice(name)
-        except (KeyError, SafetensorError):
-            raise MergeError(
-                f"{self._files[name]} holds no tensor {name}, which the index promises; the "
-                "checkpoint is incomplete"
-            ) from None
+            if file not in self._parts:
+                part = _open_file(file)
+                known = set(part.names())
+                lost = [n for n, place in self._files.items() if place == file and n not in known]
+                if lost:
+                    raise MergeError(
+                        f"{file} holds no tensor {lost[0]}, which the index promises; the "
+                        "checkpoint is incomplete"
+                    )
+                self._parts[file] = part
+            return self._parts[file]
 
     def _forget_tied_head(self) -> None:
-        if not torch.equal(self.read(HEAD), self.read(EMBEDDINGS)):
+        size = prod(self.shape(HEAD))
+        same = self.shape(HEAD) == self.shape(EMBEDDINGS) and self.code(HEAD) == self.code(
+            EMBEDDINGS
+        )
+        for start in range(0, size, SPAN) if same else ():
+            stop = min(start + SPAN, size)
+            head, embeddings = (self.read_raw(n, start, stop) for n in (HEAD, EMBEDDINGS))
+            same = same and numpy.array_equal(head, embeddings)
+        if not same:
             raise MergeError(
                 f"{self.folder}: config.json ties the head to the embeddings, but {HEAD} and "
                 f"{EMBEDDINGS} differ; set tie_word_embeddings to what the weights are"
             )
         del self._files[HEAD]  # one tensor under two names is merged once
-
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -229,15 +271,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _weight_files(folder: Path) -> dict[str, Path]:
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index = folder / f"{stem}.{suffix}.index.json"
@@ -269,23 +302,8 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
 
 
 def _tensors_of(file: Path) -> dict[str, Path]:
-    return dict.fromkeys(_open_file(file).keys(), file)
+    return dict.fromkeys(_open_file(file).names(), file)
 
 
-def _open_file(file: Path) -> Any:
-    """A safetensors file's handle, or the tensors of a .bin file by name."""
-    if file.suffix == ".bin":
-        log.info("%s is a pickle; reading its tensors without running its code", file)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds; all mean the file cannot be used
-            raise MergeError(
-                f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}"
-            ) from None
-        if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-            raise MergeError(f"{file} holds something else than named tensors")
-        return state
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise MergeError(f"{file} is no sound safetensors file: {error}") from None
+def _open_file(file: Path) -> Part:
+    return PickledFile(file) if file.suffix == ".bin" else SafetensorsFile(file)

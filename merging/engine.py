@@ -17,26 +17,43 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy
+from numpy.typing import NDArray
 
+from merging import fused
 from merging.checkpoint import TensorSource
 from merging.errors import MergeError
+from merging.lazy import torch
 from merging.methods import METHODS, check_weights, parse_parameters
-from merging.methods.contract import Inputs, Method, Parameters, settle
+from merging.methods.contract import Inputs, Method, Parameters, RawInputs, settle
+from merging.raw import (
+    CODES,
+    FLOATING,
+    Raw,
+    dtype_code,
+    itemsize,
+    to_floats,
+    to_raw,
+    to_tensor,
+    torch_dtype,
+)
 from merging.report import Moments, Survey, moments
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Progress = Callable[[int, int], None]
-Write = Callable[[str, int, Tensor], None]
-"""(tensor, first entry, flat entries): takes a merged stretch; called from threads."""
+Write = Callable[[str, int, Raw], None]
+"""(tensor, first entry, entries as bytes): takes a merged stretch; called from threads."""
 
 SHOWN = 5  # names listed in an error
 STRETCH = 1 << 18  # entries that are merged at a time: a megabyte in float32
 TASK = 4  # stretches a task: enough that handing it to a thread costs nothing
 AHEAD = 4  # tasks a thread that are queued before the oldest must be done
-SAMPLED, BLOCK = 1 << 18, 1 << 12  # entries of a sample, and how many of them stand together
+SHARE, LEAST, MOST = 16, 1 << 14, 1 << 18  # a sample: one entry in so many, within these bounds
+BLOCK = 1 << 12  # entries of a sample that stand together
 
 
 class Job(NamedTuple):
@@ -47,19 +64,28 @@ class Job(NamedTuple):
     method: Method
     weights: Sequence[float]
     params: Parameters
-    dtype: torch.dtype | None
+    dtype: str | None  # the code of what comes out; None for the base's
     merging: frozenset[str]  # the tensors that take part
     allow_non_finite: bool
-    device: torch.device
+    device: str
 
     @property
     def stretch(self) -> int:
         """Entries a stretch; a GPU wants larger ones."""
-        return STRETCH if self.device.type == "cpu" else STRETCH * TASK
+        return STRETCH if self.device == "cpu" else STRETCH * TASK
 
-    def out_dtype(self, name: str) -> torch.dtype:
-        found = self.base.dtype(name)
-        return self.dtype if self.dtype is not None and found.is_floating_point else found
+    def out_code(self, name: str) -> str:
+        """The type of a tensor that comes out."""
+        found = self.base.code(name)
+        return self.dtype if self.dtype is not None and found in FLOATING else found
+
+    def fused_types(self, name: str) -> bytes | None:
+        """The types of a tensor's inputs for the fused loop; None where torch must do the work."""
+        if self.method.fused is None or self.device != "cpu":
+            return None
+        if self.out_code(name) not in fused.TYPES:
+            return None
+        return fused.types_of([source.code(name) for source in (self.base, *self.experts)])
 
 
 def prepare(
@@ -69,7 +95,7 @@ def prepare(
     *,
     weights: Sequence[float] | None = None,
     parameters: Parameters | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     exclude: Sequence[str] = (),
     allow_non_finite: bool = False,
     device: str = "cpu",
@@ -79,7 +105,8 @@ def prepare(
     Args:
         weights: one an expert; 1 each if left out.
         parameters: of the method, from `parse_parameters`; its defaults if left out.
-        dtype: of the floating tensors that come out; the base's own if left out. One rounding.
+        dtype: of the floating tensors that come out, torch's or a code of safetensors; the base's
+            own if left out. One rounding.
         exclude: regular expressions; a tensor whose whole name matches stays the base's.
         device: where it is computed.
 
@@ -96,10 +123,10 @@ def prepare(
         METHODS[method],
         chosen,
         params,
-        dtype,
+        dtype if dtype is None or isinstance(dtype, str) else dtype_code(dtype),
         merging,
         allow_non_finite,
-        torch.device(device),
+        device,
     )
 
 
@@ -124,16 +151,18 @@ def merged_tensors(
     """
     job = prepare(base, experts, method, **options)
     names = base.names()
-    found: dict[str, Tensor] = {}
-
-    def write(name: str, start: int, entries: Tensor) -> None:
-        found[name].view(-1)[start : start + entries.numel()] = entries
+    found: dict[str, Raw] = {}
 
     def begin(name: str) -> None:
-        found[name] = torch.empty(base.shape(name), dtype=job.out_dtype(name))
+        size = prod(base.shape(name)) * itemsize(job.out_code(name))
+        found[name] = numpy.empty(size, dtype=numpy.uint8)
+
+    def write(name: str, start: int, entries: Raw) -> None:
+        place = start * itemsize(job.out_code(name))
+        found[name][place : place + entries.nbytes] = entries
 
     for done, name in enumerate(run(job, write, begin=begin, threads=threads), start=1):
-        yield name, found.pop(name)
+        yield name, to_tensor(found.pop(name), job.out_code(name)).view(base.shape(name))
         if progress is not None:
             progress(done, len(names))
 
@@ -154,7 +183,7 @@ def run(
         threads: one a core if left out.
     """
     workers = threads or len(os.sched_getaffinity(0))
-    with _workers(workers) as pool:
+    with _workers(workers, job) as pool:
         stages = _Stages(job, pool, write, survey)
         known = stages.learn_model()
         looking: deque[tuple[str, Look | None]] = deque()
@@ -185,16 +214,19 @@ def run(
 
 
 @contextmanager
-def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
+def _workers(count: int, job: Job) -> Iterator[ThreadPoolExecutor]:
     """Threads that compute with one thread each; what waits is dropped when the block is left."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    by_torch = any(job.fused_types(name) is None for name in job.merging)
+    before = torch.get_num_threads() if by_torch else None
+    if before is not None:
+        torch.set_num_threads(1)
     pool = ThreadPoolExecutor(count, thread_name_prefix="merge")
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)
+        if before is not None:
+            torch.set_num_threads(before)
 
 
 Span = tuple[int, int]
@@ -270,59 +302,86 @@ class _Stages:
 
     # --- one stretch -----------------------------------------------------------------------------
 
+    def _raw(self, name: str, start: int, stop: int, types: bytes) -> RawInputs:
+        sources = (self._job.base, *self._job.experts)
+        raw = tuple(source.read_raw(name, start, stop) for source in sources)
+        return RawInputs(stop - start, raw, types)
+
     def _inputs(self, name: str, start: int, stop: int) -> Inputs:
-        job = self._job
-        tensors = [source.read_span(name, start, stop) for source in (job.base, *job.experts)]
+        sources = (self._job.base, *self._job.experts)
+        tensors = [to_tensor(s.read_raw(name, start, stop), s.code(name)) for s in sources]
         precision = torch.promote_types(tensors[0].dtype, torch.float32)
-        tensors = [tensor.to(job.device, precision) for tensor in tensors]
+        tensors = [tensor.to(self._job.device, precision) for tensor in tensors]
         return Inputs(tensors[0], tensors[1:])
 
     def _merge_spans(
         self, name: str, spans: Sequence[Span], known: Sequence[Any] | None, first: int
     ) -> list[Moments]:
-        job, found, dtype = self._job, [], self._job.out_dtype(name)
+        types, found = self._job.fused_types(name), []
         for place, (start, stop) in enumerate(spans, start=first):
-            inputs = self._inputs(name, start, stop)
-            found.append(self._checked(name, inputs))
-            if job.method.whole:
-                shape = job.base.shape(name)
-                inputs = Inputs(inputs.base.view(shape), [e.view(shape) for e in inputs.experts])
             told = None if known is None else known[place]
-            merged = job.method.merge(inputs, job.weights, job.params, told)
-            merged = _with_zeros_of(inputs.base, merged)
-            self._write(name, start, merged.to(dtype).flatten().cpu())
+            if types is None:
+                with torch.no_grad():
+                    merged, seen = self._merge_by_torch(name, start, stop, told)
+            else:
+                merged, seen = self._merge_fused(name, start, stop, told, types)
+            if not seen.finite and not self._job.allow_non_finite:
+                self._refuse_non_finite(name)
+            found.append(seen)
+            self._write(name, start, merged)
         return found
 
-    def _checked(self, name: str, inputs: Inputs) -> Moments:
-        found = moments(inputs.deltas)
-        if not found.finite and not self._job.allow_non_finite:
-            self._refuse_non_finite(name, inputs)
-        return found
+    def _merge_fused(
+        self, name: str, start: int, stop: int, told: Any, types: bytes
+    ) -> tuple[Raw, Moments]:
+        job = self._job
+        assert job.method.fused is not None
+        arguments = job.method.fused.arguments(job.weights, job.params, told)
+        inputs = self._raw(name, start, stop, types)
+        return fused.merge(job.method.fused, inputs, job.out_code(name), arguments)
 
-    def _refuse_non_finite(self, name: str, inputs: Inputs) -> None:
-        for index, tensor in enumerate([inputs.base, *inputs.experts]):
-            if bool(tensor.isfinite().all()):
-                continue
-            source = (self._job.base, *self._job.experts)[index]
+    def _merge_by_torch(self, name: str, start: int, stop: int, told: Any) -> tuple[Raw, Moments]:
+        job = self._job
+        inputs = self._inputs(name, start, stop)
+        seen = moments(inputs.deltas)
+        if job.method.whole:
+            shape = job.base.shape(name)
+            inputs = Inputs(inputs.base.view(shape), [e.view(shape) for e in inputs.experts])
+        merged = job.method.merge(inputs, job.weights, job.params, told)
+        merged = _with_zeros_of(inputs.base, merged)
+        return to_raw(merged.to(torch_dtype(job.out_code(name)))), seen
+
+    def _refuse_non_finite(self, name: str) -> None:
+        for index, source in enumerate((self._job.base, *self._job.experts)):
             count = int((~source.read(name).isfinite()).sum())
+            if count == 0:
+                continue
             model = "the base" if index == 0 else f"expert {index - 1}"
             raise MergeError(
                 f"{name} of {model} holds {count} NaN or infinite numbers; repair the model, or "
                 "set allow_non_finite: true to merge it as it is"
             )
+        # Finite numbers whose difference is not: float32 ends at 3.4e38.
+        raise MergeError(
+            f"{name}: experts and base are so far apart that their difference overflows; repair "
+            "the model, or set allow_non_finite: true to merge it as it is"
+        )
 
     def _copy(self, name: str, spans: Sequence[Span]) -> list[None]:
-        base, dtype = self._job.base, self._job.out_dtype(name)
-        floating = base.dtype(name).is_floating_point
+        base, code, out_code = self._job.base, self._job.base.code(name), self._job.out_code(name)
         for start, stop in spans:
-            tensor = base.read_span(name, start, stop)
-            for index, expert in enumerate(() if floating else self._job.experts):
-                if not torch.equal(tensor, expert.read_span(name, start, stop)):
+            entries = base.read_raw(name, start, stop)
+            for index, expert in enumerate(() if code in FLOATING else self._job.experts):
+                if expert.code(name) != code or not numpy.array_equal(
+                    entries, expert.read_raw(name, start, stop)
+                ):
                     raise MergeError(
-                        f"{name} holds {tensor.dtype} numbers, and expert {index} has others than "
+                        f"{name} holds {CODES[code][0]} numbers, and expert {index} has others than "
                         "the base; such a tensor cannot be merged. Exclude it to keep the base's"
                     )
-            self._write(name, start, tensor.to(dtype))
+            if code != out_code:
+                entries = to_raw(to_tensor(entries, code).to(torch_dtype(out_code)))
+            self._write(name, start, entries)
         return []
 
     # --- looking ---------------------------------------------------------------------------------
@@ -331,24 +390,32 @@ class _Stages:
         survey, params = self._job.method.survey, self._job.params
         assert survey is not None
 
+        types = self._job.fused_types(name) if survey.fused is not None else None
+
         def observe(spans: Sequence[Span], _: int) -> list[Any]:
-            return [survey.observe(self._inputs(name, *span), params, hint) for span in spans]
+            if types is not None and survey.fused is not None:
+                return [survey.fused(self._raw(name, *span, types), params, hint) for span in spans]
+            with torch.no_grad():
+                return [survey.observe(self._inputs(name, *span), params, hint) for span in spans]
 
         return self._tasks(name, self._job.stretch, observe)
 
-    def _sample(self, names: Sequence[str]) -> Inputs:
-        """Blocks spread evenly over some tensors, as one stretch in a row."""
+    def _sample(self, names: Sequence[str]) -> list[NDArray[Any]]:
+        """Each expert's task vector in blocks that are spread evenly over some tensors."""
         sizes = [self._numel(name) for name in names]
-        step = max(BLOCK, sum(sizes) * BLOCK // SAMPLED)
-        parts = [
-            self._inputs(name, start, min(start + BLOCK, size))
-            for name, size in zip(names, sizes, strict=True)
-            for start in range(0, size, step)
-        ]
-        return Inputs(
-            torch.cat([part.base for part in parts]),
-            [torch.cat(pieces) for pieces in zip(*(part.experts for part in parts), strict=True)],
-        )
+        wanted = min(max(sum(sizes) // SHARE, LEAST), MOST)
+        step = max(BLOCK, sum(sizes) * BLOCK // wanted)
+        parts: list[list[NDArray[Any]]] = [[] for _ in self._job.experts]
+        for name, size in zip(names, sizes, strict=True):
+            for start in range(0, size, step):
+                stop = min(start + BLOCK, size)
+                base, *experts = (
+                    to_floats(source.read_raw(name, start, stop), source.code(name))
+                    for source in (self._job.base, *self._job.experts)
+                )
+                for part, expert in zip(parts, experts, strict=True):
+                    part.append(expert.astype(base.dtype) - base)
+        return [numpy.concatenate(part) for part in parts]
 
     # --- tasks -----------------------------------------------------------------------------------
 
@@ -357,7 +424,7 @@ class _Stages:
     ) -> list[Future[Any]]:
         spans = _stretches(self._numel(name), size)
         return [
-            self._pool.submit(_without_gradients, work, spans[first : first + TASK], first)
+            self._pool.submit(work, spans[first : first + TASK], first)
             for first in range(0, len(spans), TASK)
         ]
 
@@ -367,13 +434,6 @@ class _Stages:
 
 def _results(tasks: Sequence[Future[Any]]) -> list[Any]:
     return [one for task in tasks for one in task.result()]
-
-
-@torch.no_grad()
-def _without_gradients(
-    work: Callable[[Sequence[Span], int], list[Any]], spans: Sequence[Span], first: int
-) -> list[Any]:
-    return work(spans, first)
 
 
 def _stretches(numel: int, size: int) -> list[Span]:
@@ -438,6 +498,6 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _takes_part(base: TensorSource, name: str, exclude: Sequence[str]) -> bool:
-    return base.dtype(name).is_floating_point and not any(
+    return base.code(name) in FLOATING and not any(
         re.fullmatch(pattern, name) for pattern in exclude
     )

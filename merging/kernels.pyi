@@ -1,18 +1,18 @@
 """The fused loops of kernels.c."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from numpy.typing import NDArray
-from typing_extensions import Any, Buffer
 
 Products = tuple[list[list[float]], int, int, int]
 """(products of the task vectors, sign conflicts, entries, non-finite entries)"""
 
 def combine(
-    inputs: tuple[Buffer, ...],
+    inputs: tuple[NDArray[Any], ...],
     types: bytes,
     entries: int,
-    out: Buffer,
+    out: NDArray[Any],
     out_type: int,
     around: int,
     scale: float,
@@ -20,10 +20,10 @@ def combine(
     /,
 ) -> Products: ...
 def ties(
-    inputs: tuple[Buffer, ...],
+    inputs: tuple[NDArray[Any], ...],
     types: bytes,
     entries: int,
-    out: Buffer,
+    out: NDArray[Any],
     out_type: int,
     lambda_: float,
     divide: int,
@@ -35,7 +35,7 @@ def ties(
     /,
 ) -> Products: ...
 def look(
-    inputs: tuple[Buffer, ...],
+    inputs: tuple[NDArray[Any], ...],
     types: bytes,
     entries: int,
     lows: Sequence[float],

@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from merging.adapter import open_adapter
@@ -22,6 +21,7 @@ from merging.checkpoint import TensorSource, open_checkpoint, read_json
 from merging.engine import Progress, differences, prepare, run
 from merging.errors import MergeError
 from merging.methods import METHODS, parse_parameters
+from merging.raw import code_of
 from merging.recipe import Recipe
 from merging.report import Survey
 from merging.writer import Planned, Shards
@@ -69,7 +69,7 @@ def merge_to_folder(
     base = open_checkpoint(folders[recipe.base])
     experts = _open_experts(recipe, base, folders)
     _check_target(out, folders.values())
-    dtype = None if recipe.dtype is None else getattr(torch, recipe.dtype)
+    dtype = None if recipe.dtype is None else code_of(recipe.dtype)
     survey = Survey([ingredient.model for ingredient in recipe.models])
     with _whole_or_nothing(out) as partial:
         with _named_faults(recipe):
@@ -85,7 +85,7 @@ def merge_to_folder(
                 device=device,
             )
             names = base.names()
-            planned = [Planned(name, base.shape(name), job.out_dtype(name)) for name in names]
+            planned = [Planned(name, base.shape(name), job.out_code(name)) for name in names]
             total, done = sum(tensor.bytes for tensor in planned), 0
             with closing(Shards(partial, planned, shard_bytes)) as shards:
                 merged = run(job, shards.write, survey=survey, threads=threads)
@@ -93,7 +93,7 @@ def merge_to_folder(
                     done += tensor.bytes
                     if progress is not None:
                         progress(done, total)
-        _copy_files(base, experts, recipe, partial, dtype, survey)
+        _copy_files(base, experts, recipe, partial, survey)
         digests = {recipe.base: base.digest()} | {
             ingredient.model: expert.digest()
             for ingredient, expert in zip(recipe.models, experts, strict=True)
@@ -174,7 +174,6 @@ def _copy_files(
     experts: Sequence[TensorSource],
     recipe: Recipe,
     target: Path,
-    dtype: torch.dtype | None,
     survey: Survey,
 ) -> None:
     """Config with the dtype written, and what belongs to the base; differing ones are noted."""
@@ -189,9 +188,9 @@ def _copy_files(
                 )
     if (base.folder / "config.json").is_file():
         config = read_json(base.folder / "config.json")
-        if dtype is not None:
+        if recipe.dtype is not None:
             config.pop("torch_dtype", None)
-            config["dtype"] = str(dtype).removeprefix("torch.")
+            config["dtype"] = recipe.dtype
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8")
 

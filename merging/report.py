@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy
-import torch
-from torch import Tensor
+from merging.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYER = re.compile(r"\.(\d+)\.")
 
@@ -46,18 +47,10 @@ def moments(deltas: Sequence[Tensor]) -> Moments:
 
 
 def _conflicts(flat: Sequence[Tensor]) -> int:
-    if len(flat) == 1:
-        return 0
-    most, least = flat[0], flat[0]
-    if len(flat) > 2:
-        for delta in flat[1:]:
-            most, least = torch.maximum(most, delta), torch.minimum(least, delta)
-    else:
-        least = flat[1]
-    product = most * least
-    if product.device.type == "cpu":  # where NumPy compares ten times as fast as torch does
-        return int(numpy.count_nonzero(product.numpy() < 0))
-    return int((product < 0).sum())
+    up, down = flat[0] > 0, flat[0] < 0
+    for delta in flat[1:]:
+        up, down = up | (delta > 0), down | (delta < 0)
+    return int((up & down).sum())
 
 
 class Survey:

@@ -15,13 +15,8 @@ from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import torch
-from torch import Tensor
-
-from merging.checkpoint import DTYPES
 from merging.errors import MergeError
-
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+from merging.raw import Raw, itemsize
 
 
 class Planned(NamedTuple):
@@ -29,11 +24,11 @@ class Planned(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    code: str
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * itemsize(self.code)
 
 
 class Shards:
@@ -63,17 +58,18 @@ class Shards:
             text = json.dumps(index, indent=2) + "\n"
             (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def write(self, name: str, start: int, entries: Tensor) -> None:
+    def write(self, name: str, start: int, entries: Raw) -> None:
         """Puts entries of a flattened tensor in their place; safe from several threads."""
         planned = self._planned[name]
-        if entries.dtype != planned.dtype or start + entries.numel() > prod(planned.shape):
+        begin = start * itemsize(planned.code)
+        if begin + entries.nbytes > planned.bytes:
             raise MergeError(
-                f"{name}: computed {entries.numel()} {entries.dtype} entries from {start} on where "
-                f"{tuple(planned)} was planned"
+                f"{name}: computed {entries.nbytes} bytes from {begin} on where {planned.bytes} "
+                "were planned"
             )
         file, place = self._places[name]
-        place += start * planned.dtype.itemsize
-        view = entries.contiguous().flatten().view(torch.uint8).numpy().data
+        place += begin
+        view = entries.data
         while view:
             count = os.pwrite(file.fileno(), view, place)
             view, place = view[count:], place + count
@@ -88,7 +84,7 @@ class Shards:
         offset = 0
         for tensor in planned:
             header[tensor.name] = {
-                "dtype": CODES[tensor.dtype],
+                "dtype": tensor.code,
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, offset + tensor.bytes],
             }

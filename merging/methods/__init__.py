@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from merging.errors import MergeError
+from merging.lazy import torch
 from merging.methods.contract import Inputs, Method, Parameters, settle
 from merging.methods.linear import LINEAR
 from merging.methods.task_arithmetic import TASK_ARITHMETIC
 from merging.methods.ties import TIES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 METHODS: dict[str, Method] = {
     "linear": LINEAR,
@@ -93,7 +95,7 @@ def merge_tensors(
         def look(hint: Any) -> list[Any]:
             return [survey.observe(inputs, params, hint)]
 
-        hint = survey.begin(inputs, params)
+        hint = survey.begin([d.flatten().cpu().numpy() for d in inputs.deltas], params)
         (known,) = settle(survey, params, hint, look(hint), look)
     return entry.merge(inputs, chosen, params, known)
 

@@ -8,7 +8,8 @@ The engine hands a tensor over in flat stretches that fit into a processor's cac
 time in any order. A method whose choices span more than a stretch (TIES trims over the tensor or
 the model) says so by a `Survey`: it sees every stretch once before the first is merged, and what
 it decides comes back with each. A method that needs the tensor's shape or all of it at once (a
-singular value decomposition) is `whole`.
+singular value decomposition) is `whole`. The commonest methods have a fused loop in C beside their
+definition; it computes the same numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+
+from merging.raw import Raw
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Parameters(BaseModel):
@@ -46,6 +52,14 @@ class Inputs:
         return [expert - self.base for expert in self.experts]
 
 
+class RawInputs(NamedTuple):
+    """The same stretch as bytes, for the fused loops."""
+
+    entries: int
+    raw: tuple[Raw, ...]  # the base first
+    types: bytes  # of each, in the numbers of kernels.c
+
+
 class Again(NamedTuple):
     """A survey's answer when its hint was wrong: look at every stretch again with another."""
 
@@ -57,12 +71,22 @@ class Survey(NamedTuple):
 
     scope: Callable[[Any], Literal["tensor", "model"] | None]
     """params -> over what it looks; None where these parameters need no survey"""
-    begin: Callable[[Inputs, Any], Any]
-    """(sample, params) -> hint; the sample is a small, evenly spread part of the scope"""
+    begin: Callable[[Sequence[NDArray[Any]], Any], Any]
+    """(each expert's task vector in a small, evenly spread part of the scope, params) -> hint"""
     observe: Callable[[Inputs, Any, Any], Any]
     """(stretch, params, hint) -> what was seen"""
     decide: Callable[[Sequence[Any], Any, Any], Sequence[Any] | Again]
     """(seen, params, hint) -> for each stretch what its merge must know, or another look"""
+    fused: Callable[[RawInputs, Any, Any], Any] | None = None
+    """`observe` on the bytes of a stretch"""
+
+
+class Fused(NamedTuple):
+    """A method's loop in kernels.c."""
+
+    kernel: Literal["combine", "ties"]
+    arguments: Callable[[Sequence[float], Any, Any], tuple[Any, ...]]
+    """(weights, params, what the survey decided or None) -> the loop's own arguments"""
 
 
 class Method(NamedTuple):
@@ -74,6 +98,7 @@ class Method(NamedTuple):
     """(inputs, weights, params, what the survey decided or None) -> merged, in the base's shape"""
     survey: Survey | None = None
     whole: bool = False
+    fused: Fused | None = None
 
 
 def settle(

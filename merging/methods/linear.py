@@ -9,11 +9,13 @@ whose models list is the experts here. With `normalize: false` the plain weighte
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from merging.errors import MergeError
-from merging.methods.contract import Inputs, Method, Parameters
+from merging.methods.contract import Fused, Inputs, Method, Parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LinearParameters(Parameters):
@@ -30,12 +32,7 @@ def linear(
     Raises:
         MergeError: the weights sum to 0 and shall be normalised.
     """
-    total = sum(weights) if params.normalize else 1.0
-    if total == 0:
-        raise MergeError(
-            f"linear: the weights {list(weights)} sum to 0, so their mean is undefined; choose "
-            "other weights or normalize: false"
-        )
+    total = _total(weights, params)
     first, *rest = inputs.experts
     # Around the first expert, so that equal experts give themselves bit for bit.
     merged = first * (sum(weights) / total)
@@ -44,4 +41,24 @@ def linear(
     return merged
 
 
-LINEAR = Method("weighted mean of the experts", LinearParameters, linear)
+def _total(weights: Sequence[float], params: LinearParameters) -> float:
+    total = sum(weights) if params.normalize else 1.0
+    if total == 0:
+        raise MergeError(
+            f"linear: the weights {list(weights)} sum to 0, so their mean is undefined; choose "
+            "other weights or normalize: false"
+        )
+    return total
+
+
+def _arguments(
+    weights: Sequence[float], params: LinearParameters, known: None
+) -> tuple[int, float, list[float]]:
+    """Around input 1, the first expert."""
+    total = _total(weights, params)
+    return 1, sum(weights) / total, [weight / total for weight in weights]
+
+
+LINEAR = Method(
+    "weighted mean of the experts", LinearParameters, linear, fused=Fused("combine", _arguments)
+)

@@ -10,11 +10,14 @@ w_i = lambda w_i.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
-from torch import Tensor
 
-from merging.methods.contract import Inputs, Method, Parameters
+from merging.methods.contract import Fused, Inputs, Method, Parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TaskArithmeticParameters(Parameters):
@@ -34,6 +37,16 @@ def task_arithmetic(
     return merged
 
 
+def _arguments(
+    weights: Sequence[float], params: TaskArithmeticParameters, known: None
+) -> tuple[int, float, list[float]]:
+    """Around input 0, the base."""
+    return 0, 1.0, [params.lambda_ * weight for weight in weights]
+
+
 TASK_ARITHMETIC = Method(
-    "base plus lambda times the sum of task vectors", TaskArithmeticParameters, task_arithmetic
+    "base plus lambda times the sum of task vectors",
+    TaskArithmeticParameters,
+    task_arithmetic,
+    fused=Fused("combine", _arguments),
 )

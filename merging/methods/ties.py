@@ -24,15 +24,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
-from merging.methods.contract import Again, Inputs, Method, Parameters, Survey
+from merging.fused import kernels
+from merging.lazy import torch
+from merging.methods.contract import Again, Fused, Inputs, Method, Parameters, RawInputs, Survey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Scope = Literal["tensor", "model"]
 Elect = Literal["weighted", "unweighted"]
@@ -89,8 +92,7 @@ def ties(
     if kept is not None:
         trimmed = [_trim(tau, keep) for tau, keep in zip(trimmed, kept, strict=True)]
     choice = params.choice
-    votes = weights if choice.elect == "weighted" else [1.0] * len(weights)
-    shares = weights if choice.divisor == "weights" else [1.0] * len(weights)
+    votes, shares = _votes_and_shares(weights, choice)
     elected = torch.copysign(torch.ones_like(inputs.base), _weighted_sum(trimmed, votes))
     total, divisor = torch.zeros_like(inputs.base), torch.zeros_like(inputs.base)
     for tau, weight, vote, share in zip(trimmed, weights, votes, shares, strict=True):
@@ -106,6 +108,37 @@ def ties(
     else:
         divisor = torch.where(divisor == 0, 1.0, divisor)
     return torch.addcdiv(inputs.base, total, divisor, value=params.lambda_)
+
+
+def _votes_and_shares(
+    weights: Sequence[float], choice: Preset
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Of each expert: what it counts in the election, and in the divisor."""
+    ones = [1.0] * len(weights)
+    return (
+        weights if choice.elect == "weighted" else ones,
+        weights if choice.divisor == "weights" else ones,
+    )
+
+
+def _arguments(
+    weights: Sequence[float], params: TiesParameters, kept: Sequence[Kept] | None
+) -> tuple[Any, ...]:
+    votes, shares = _votes_and_shares(weights, params.choice)
+    limits, scale = kept, params.lambda_
+    if params.density == 0:
+        scale = 0.0
+    if limits is None:
+        limits = [Kept(-1.0, None)] * len(weights)
+    return (
+        scale,
+        int(params.choice.divisor != "none"),
+        weights,
+        votes,
+        shares,
+        [keep.threshold for keep in limits],
+        [-1 if keep.equals is None else keep.equals for keep in limits],
+    )
 
 
 def _weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -139,22 +172,21 @@ class Kept(NamedTuple):
     equals: int | None
 
 
-MARGIN = 0.01  # of the scope's entries, on either side of the rank that the sample shows
-
-
 def _scope(params: TiesParameters) -> Scope | None:
     return None if params.density in (0, 1) else params.choice.scope
 
 
-def _begin(sample: Inputs, params: TiesParameters) -> list[Bracket]:
+def _begin(sample: Sequence[NDArray[Any]], params: TiesParameters) -> list[Bracket]:
     """Brackets from a sample, wide enough that the exact threshold hardly ever lies outside."""
-    return [_bracket(_magnitudes(delta), params.density) for delta in sample.deltas]
+    return [_bracket(numpy.abs(delta), params.density) for delta in sample]
 
 
 def _bracket(sample: NDArray[Any], density: float) -> Bracket:
     size = len(sample)
-    low = int(size * (1 - density - MARGIN)) - 2
-    high = int(size * (1 - density + MARGIN)) + 2
+    margin = (
+        6 * math.sqrt(density * (1 - density) * size) + 2
+    )  # six standard deviations of the rank
+    low, high = int(size * (1 - density) - margin), int(size * (1 - density) + margin)
     places = sorted({max(low, 0), min(high, size - 1)})
     found = numpy.partition(sample, places)
     return Bracket(
@@ -167,6 +199,20 @@ def _observe(inputs: Inputs, params: TiesParameters, brackets: Sequence[Bracket]
     return [
         _look(_magnitudes(delta), bracket)
         for delta, bracket in zip(inputs.deltas, brackets, strict=True)
+    ]
+
+
+def _observe_fused(
+    inputs: RawInputs, params: TiesParameters, brackets: Sequence[Bracket]
+) -> list[Seen]:
+    assert kernels is not None
+    # One place more than entries: the loop writes a candidate before it judges it.
+    inside = tuple(numpy.empty(inputs.entries + 1, dtype=numpy.float32) for _ in brackets)
+    lows, highs = zip(*brackets, strict=True)
+    found = kernels.look(inputs.raw, inputs.types, inputs.entries, lows, highs, inside)
+    return [
+        Seen(inputs.entries, above, magnitudes[:count].copy())
+        for (above, count), magnitudes in zip(found, inside, strict=True)
     ]
 
 
@@ -236,5 +282,6 @@ TIES = Method(
     "trim, elect sign, merge what agrees",
     TiesParameters,
     ties,
-    Survey(_scope, _begin, _observe, _decide),
+    Survey(_scope, _begin, _observe, _decide, _observe_fused),
+    fused=Fused("ties", _arguments),
 )

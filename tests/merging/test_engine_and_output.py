@@ -249,7 +249,7 @@ def spoil(folder: Path, how: str) -> None:
         ("extra", r"has what the base lacks: 1 tensors \(q_norm\.weight\)"),
         ("lacking", r"lacks 1 tensors \(b\.bias\)"),
         ("vocabulary", r"a\.weight is \(9, 4\) where the base has \(8, 4\)"),
-        ("integers", "steps holds torch.int64 numbers"),
+        ("integers", "steps holds int64 numbers"),
         ("cut", "no sound safetensors file"),
         ("garbage", "no sound safetensors file"),
         ("quantised", r"is quantised \(gptq\)"),

@@ -49,11 +49,11 @@ Write = Callable[[str, int, Raw], None]
 """(tensor, first entry, entries as bytes): takes a merged stretch; called from threads."""
 
 SHOWN = 5  # names listed in an error
-STRETCH = 1 << 18  # entries that are merged at a time: a megabyte in float32
-TASK = 4  # stretches a task: enough that handing it to a thread costs nothing
+STRETCH = 1 << 19  # entries that are merged at a time: two megabytes in float32
+TASK = 2  # stretches a task: enough that handing it to a thread costs nothing
 AHEAD = 4  # tasks a thread that are queued before the oldest must be done
-SHARE, LEAST, MOST = 16, 1 << 14, 1 << 18  # a sample: one entry in so many, within these bounds
-BLOCK = 1 << 12  # entries of a sample that stand together
+SHARE, LEAST, MOST = 64, 1 << 14, 1 << 16  # a sample: one entry in so many, within these bounds
+BLOCK = 1 << 13  # entries of a sample that stand together
 
 
 class Job(NamedTuple):
@@ -376,8 +376,9 @@ class _Stages:
                     entries, expert.read_raw(name, start, stop)
                 ):
                     raise MergeError(
-                        f"{name} holds {CODES[code][0]} numbers, and expert {index} has others than "
-                        "the base; such a tensor cannot be merged. Exclude it to keep the base's"
+                        f"{name} holds {CODES[code][0]} numbers, and expert {index} has others "
+                        "than the base; such a tensor cannot be merged. Exclude it to keep the "
+                        "base's"
                     )
             if code != out_code:
                 entries = to_raw(to_tensor(entries, code).to(torch_dtype(out_code)))

@@ -20,7 +20,7 @@
 /* One function for old processors, one with vectors of eight and fused multiply-adds; the right
    one is chosen when the module is loaded. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("default", "arch=haswell")))
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("default", "arch=x86-64-v3")))
 #else
 #define FOR_EACH_PROCESSOR
 #endif
@@ -258,8 +258,8 @@ static void ties_stretch(const Stretch *s, Part *parts, float lambda, int divide
 
 typedef struct {
     float low, high; /* the bracket */
-    int64_t above;
-    float *inside; /* the magnitudes in [low, high] but zeros */
+    int64_t above, at_high, at_low;
+    float *inside; /* the magnitudes strictly between low and high */
     Py_ssize_t found;
 } Bracket;
 
@@ -271,22 +271,27 @@ static void look_stretch(const Stretch *s, Bracket *brackets) {
         load_block(s, place, count, inputs, deltas);
         for (int i = 0; i < s->experts; i++) {
             Bracket *b = &brackets[i];
-            float low = b->low, high = b->high, *inside = b->inside;
+            float low = b->low, high = b->high, *inside = b->inside, *m = deltas[i];
+            int above = 0, at_high = 0, at_low = 0;
+            for (int j = 0; j < count; j++) {
+                m[j] = fabsf(m[j]);
+                above += m[j] > high;
+                at_high += m[j] == high;
+                at_low += m[j] == low;
+            }
+            b->above += above;
+            b->at_high += at_high;
+            b->at_low += at_low;
             Py_ssize_t found = b->found;
-            int above = 0;
-            float *m = deltas[i];
-            for (int j = 0; j < count; j++) m[j] = fabsf(m[j]);
-            for (int j = 0; j < count; j++) above += m[j] > high;
             for (int j = 0; j < count; j += LANES) {
                 int end = j + LANES < count ? j + LANES : count, any = 0;
-                for (int l = j; l < end; l++) any |= (m[l] >= low) & (m[l] <= high);
+                for (int l = j; l < end; l++) any |= (m[l] > low) & (m[l] < high);
                 if (!any) continue;
                 for (int l = j; l < end; l++) {
                     inside[found] = m[l];
-                    found += (m[l] >= low) & (m[l] <= high) & (m[l] > 0.0f);
+                    found += (m[l] > low) & (m[l] < high);
                 }
             }
-            b->above += above;
             b->found = found;
         }
     }
@@ -476,7 +481,7 @@ static PyObject *look(PyObject *module, PyObject *args) {
     for (int i = 0; sound && i < s.experts; i++) {
         /* One entry more than there are: the last candidate is written before it is judged. */
         float *inside = hold(&buffers, PyTuple_GET_ITEM(insides, i), (s.entries + 1) * 4, 1);
-        brackets[i] = (Bracket){lows[i], highs[i], 0, inside, 0};
+        brackets[i] = (Bracket){lows[i], highs[i], 0, 0, 0, inside, 0};
         sound = inside != NULL;
     }
     if (sound) {
@@ -486,9 +491,11 @@ static PyObject *look(PyObject *module, PyObject *args) {
         result = PyList_New(0);
     }
     for (int i = 0; result != NULL && i < s.experts; i++) {
-        PyObject *pair = Py_BuildValue("Ln", (long long)brackets[i].above, brackets[i].found);
-        if (pair == NULL || PyList_Append(result, pair)) Py_CLEAR(result);
-        Py_XDECREF(pair);
+        Bracket *b = &brackets[i];
+        PyObject *counts = Py_BuildValue("LLLn", (long long)b->above, (long long)b->at_high,
+                                         (long long)b->at_low, b->found);
+        if (counts == NULL || PyList_Append(result, counts)) Py_CLEAR(result);
+        Py_XDECREF(counts);
     }
     release(&buffers);
     return result;
@@ -501,7 +508,7 @@ static PyMethodDef FUNCTIONS[] = {
      "ties(inputs, types, entries, out, out_type, lambda, divide, weights, votes, shares, "
      "thresholds, equals) -> moments"},
     {"look", look, METH_VARARGS,
-     "look(inputs, types, entries, lows, highs, insides) -> [(above, inside), ...]"},
+     "look(inputs, types, entries, lows, highs, insides) -> [(above, at_high, at_low, inside), ...]"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef MODULE = {

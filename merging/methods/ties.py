@@ -160,8 +160,10 @@ class Seen(NamedTuple):
     """One expert's magnitudes in one stretch, seen through a bracket."""
 
     entries: int
-    above: int
-    inside: NDArray[Any]  # the magnitudes in [low, high] but zeros, of which there may be very many
+    above: int  # the bracket's high end
+    at_high: int
+    at_low: int  # 0 where both ends are the same
+    inside: NDArray[Any]  # the magnitudes strictly between
 
 
 class Kept(NamedTuple):
@@ -211,16 +213,21 @@ def _observe_fused(
     lows, highs = zip(*brackets, strict=True)
     found = kernels.look(inputs.raw, inputs.types, inputs.entries, lows, highs, inside)
     return [
-        Seen(inputs.entries, above, magnitudes[:count].copy())
-        for (above, count), magnitudes in zip(found, inside, strict=True)
+        Seen(inputs.entries, above, high, 0 if one.low == one.high else low, between[:count].copy())
+        for one, (above, high, low, count), between in zip(brackets, found, inside, strict=True)
     ]
 
 
 def _look(magnitudes: NDArray[Any], bracket: Bracket) -> Seen:
-    above = magnitudes > bracket.high
-    inside = magnitudes >= bracket.low if bracket.low > 0 else magnitudes > 0
-    inside ^= above
-    return Seen(len(magnitudes), int(numpy.count_nonzero(above)), magnitudes[inside])
+    low, high = bracket
+    count = numpy.count_nonzero
+    return Seen(
+        len(magnitudes),
+        int(count(magnitudes > high)),
+        int(count(magnitudes == high)),
+        int(count(magnitudes == low)) if low < high else 0,
+        magnitudes[(magnitudes > low) & (magnitudes < high)],
+    )
 
 
 def _magnitudes(delta: Tensor) -> NDArray[Any]:
@@ -245,21 +252,29 @@ def _decide(
 def _kept(stretches: Sequence[Seen], params: TiesParameters, bracket: Bracket) -> list[Kept] | None:
     """What one expert keeps of each stretch; None where its threshold is outside the bracket."""
     count = max(1, int(params.density * sum(seen.entries for seen in stretches)))
-    above = sum(seen.above for seen in stretches)
-    inside = numpy.concatenate([seen.inside for seen in stretches])
-    place = len(inside) - (count - above)  # of the threshold, among the inside in rising order
-    if place < 0 and bracket.low == 0:  # the rest are zeros, and trimming them changes nothing
-        return [Kept(0.0, None)] * len(stretches)
-    if not 0 <= place < len(inside):
+    left = count - sum(seen.above for seen in stretches)  # of those not above the bracket
+    if left <= 0:
         return None
-    limit = numpy.partition(inside, place)[place]
-    threshold = float(limit)
+    at_high = sum(seen.at_high for seen in stretches)
+    inside = numpy.concatenate([seen.inside for seen in stretches])
+    at_low = sum(seen.at_low for seen in stretches)
+    if left <= at_high:
+        threshold, equals = bracket.high, [seen.at_high for seen in stretches]
+    elif left <= at_high + len(inside):
+        place = len(inside) - (left - at_high)  # in rising order
+        limit = numpy.partition(inside, place)[place]
+        left -= at_high + int(numpy.count_nonzero(inside > limit))
+        threshold = float(limit)
+        equals = [int(numpy.count_nonzero(seen.inside == limit)) for seen in stretches]
+    elif left <= at_high + len(inside) + at_low or bracket.low == 0:
+        left -= at_high + len(inside)
+        threshold, equals = bracket.low, [seen.at_low for seen in stretches]
+    else:
+        return None
     if params.choice.scope == "model":
         return [Kept(threshold, None)] * len(stretches)
-    left = count - above - int(numpy.count_nonzero(inside > limit))
     kept = []
-    for seen in stretches:
-        equal = int(numpy.count_nonzero(seen.inside == limit))
+    for equal in equals:
         kept.append(Kept(threshold, None if equal <= left else left))
         left -= min(equal, left)
     return kept

@@ -100,6 +100,9 @@ def validate(
 def merge(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", show_default=False)],
+    device: Annotated[
+        str, typer.Option("--device", help="Where it is computed: cpu, cuda, cuda:N.")
+    ] = "cpu",
 ) -> None:
     """Merge checkpoints or LoRA adapters into one checkpoint."""
     from evaluation.progress import steps
@@ -113,8 +116,8 @@ def merge(
         found = fetch(resolve(name, folders), folders)
         return _checkpoint(found.path or Path(name))
 
-    with steps("merging") as step:
-        merge_to_folder(loaded, out, locate=locate, progress=step)
+    with steps("merging", in_bytes=True) as step:
+        merge_to_folder(loaded, out, locate=locate, device=device, progress=step)
     typer.echo(f"The merged model is in {out}")
 
 

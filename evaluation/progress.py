@@ -5,11 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import TimeElapsedColumn as Elapsed
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -70,33 +79,32 @@ def _clock(seconds: float) -> str:
 
 
 @contextmanager
-def bar(text: str, total: float) -> Iterator[Bar]:
-    """Shows progress on standard error until the block ends."""
+def bar(text: str, total: float, in_bytes: bool = False) -> Iterator[Bar]:
+    """Shows progress on standard error until the block ends; bytes with their speed."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _LineBar(text, max(total, 1))
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Elapsed(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    counted: list[ProgressColumn] = [MofNCompleteColumn()]
+    if in_bytes:
+        counted = [DownloadColumn(), TransferSpeedColumn()]
+    columns = [TextColumn("{task.description}"), BarColumn(), *counted, Elapsed()]
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         yield _TerminalBar(progress, text, total)
 
 
 @contextmanager
-def steps(text: str) -> Iterator[Step]:
+def steps(text: str, in_bytes: bool = False) -> Iterator[Step]:
     """A bar for work that reports (done, total) itself, such as training or merging."""
-    with bar(text, 1.0) as shown:
-        before = 0.0
+    with ExitStack() as stack:
+        shown: Bar | None = None  # begun when the total is known
+        before = 0
 
         def step(done: int, total: int) -> None:
-            nonlocal before
-            share = done / max(total, 1)
-            shown.advance(share - before)
-            before = share
+            nonlocal shown, before
+            if shown is None:
+                shown = stack.enter_context(bar(text, total, in_bytes))
+            shown.advance(done - before)
+            before = done
 
         yield step

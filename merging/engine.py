@@ -115,6 +115,7 @@ def prepare(
     """
     chosen = check_weights(weights, len(experts))
     check_sources(base, experts)
+    _check_device(device)
     params = parse_parameters(method, {}) if parameters is None else parameters
     merging = frozenset(name for name in base.names() if _takes_part(base, name, exclude))
     return Job(
@@ -451,6 +452,18 @@ def _with_zeros_of(base: Tensor, merged: Tensor) -> Tensor:
     if base.numel() == 0 or int(patterns.min()) != smallest:
         return merged
     return torch.where((patterns == smallest) & (merged == 0), base, merged)
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise MergeError(
+            f"device {device!r} cannot be used here ({reason}); use cpu or cuda:N"
+        ) from None
 
 
 def check_sources(base: TensorSource, experts: Sequence[TensorSource]) -> None:

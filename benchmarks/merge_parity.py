@@ -1,0 +1,134 @@
+"""Makes the fixtures by which the tests compare our merges with mergekit's.
+
+    python benchmarks/merge_parity.py --mergekit /path/to/mergekit-env/bin/mergekit-yaml
+
+Writes a small base, two experts, mergekit's recipes and what mergekit 0.1.5 makes of them into
+tests/merging/mergekit; `pytest tests/merging/test_parity.py` then needs no mergekit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import yaml
+from safetensors.numpy import save_file
+
+FIXTURES = Path(__file__).parents[1] / "tests" / "merging" / "mergekit"
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 16, 32, 48, 2
+
+
+def _pair(first: dict[str, float], second: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"model": "./one", "parameters": first}, {"model": "./two", "parameters": second}]
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "linear": {"merge_method": "linear", "models": _pair({"weight": 0.3}, {"weight": 0.9})},
+    "linear-sum": {
+        "merge_method": "linear",
+        "models": _pair({"weight": 0.3}, {"weight": 0.9}),
+        "parameters": {"normalize": False},
+    },
+    "task_arithmetic": {
+        "merge_method": "task_arithmetic",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3}, {"weight": 0.9}),
+        "parameters": {"lambda": 0.7},
+    },
+    "task_arithmetic-normalized": {
+        "merge_method": "task_arithmetic",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3}, {"weight": 0.9}),
+        "parameters": {"normalize": True},
+    },
+    "ties": {
+        "merge_method": "ties",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3, "density": 0.3}, {"weight": 0.9, "density": 0.3}),
+        "parameters": {"lambda": 0.7},
+    },
+    "ties-sum": {
+        "merge_method": "ties",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.5, "density": 0.5}, {"weight": 0.5, "density": 0.5}),
+        "parameters": {"normalize": False},
+    },
+    "ties-negative": {
+        "merge_method": "ties",
+        "base_model": "./base",
+        "models": _pair({"weight": 1.0, "density": 0.4}, {"weight": -0.4, "density": 0.4}),
+    },
+}
+
+
+def _state(seed: int) -> dict[str, Any]:
+    """Magnitudes of task vectors all differ, so that no sort has a choice."""
+    base, change = numpy.random.default_rng(0), numpy.random.default_rng(seed)
+    found = {}
+    for name, shape in _shapes().items():
+        tensor = base.standard_normal(shape) * 0.02
+        if seed:
+            tensor = tensor + change.standard_normal(shape) * 0.01
+        found[name] = tensor.astype(numpy.float32)
+    return found
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            found[f"{prefix}.self_attn.{name}.weight"] = (HIDDEN, HIDDEN)
+        for name in ("gate_proj", "up_proj"):
+            found[f"{prefix}.mlp.{name}.weight"] = (INTERMEDIATE, HIDDEN)
+        found[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{prefix}.{name}.weight"] = (HIDDEN,)
+    return {**found, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mergekit", required=True, help="mergekit-yaml of mergekit 0.1.5")
+    arguments = parser.parse_args()
+    shutil.rmtree(FIXTURES, ignore_errors=True)
+    for seed, name in enumerate(("base", "one", "two")):
+        folder = FIXTURES / name
+        folder.mkdir(parents=True)
+        save_file(_state(seed), folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    for name, recipe in RECIPES.items():
+        file = FIXTURES / f"{name}.yaml"
+        file.write_text(yaml.safe_dump({**recipe, "dtype": "float32"}, sort_keys=False))
+        with tempfile.TemporaryDirectory() as out:
+            subprocess.run(
+                [arguments.mergekit, file.name, out, "--no-copy-tokenizer"],
+                cwd=FIXTURES,
+                check=True,
+            )
+            shutil.copyfile(Path(out) / "model.safetensors", FIXTURES / f"{name}.safetensors")
+    print(f"The fixtures are in {FIXTURES}")
+
+
+if __name__ == "__main__":
+    main()

@@ -85,7 +85,9 @@ class Survey:
             "sign_conflict_share": _share(whole),
             "sign_conflict_share_by_layer": {
                 layer: _share(_sum(layers[layer], len(self._experts)))
-                for layer in sorted(layers, key=lambda layer: (not layer.isdigit(), len(layer), layer))
+                for layer in sorted(
+                    layers, key=lambda layer: (not layer.isdigit(), len(layer), layer)
+                )
             },
             "non_finite_entries": {
                 name: found.non_finite for name, found in self._tensors.items() if found.non_finite

@@ -344,3 +344,94 @@ def test_what_mergekit_asks_for_beyond_that_is_refused(
 ) -> None:
     with pytest.raises(MergeError, match=expected):
         parse_recipe({**MERGEKIT, **changes})
+
+
+class Counting:
+    """A source that counts the entries read from it."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self.folder, self.entries = source, source.folder, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_raw(self, name: str, start: int, stop: int) -> Any:
+        self.entries += stop - start
+        return self._source.read_raw(name, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "times"),
+    [
+        ("task_arithmetic", {}, 1),
+        ("ties", {}, 2),
+        ("ties", {"preset": "paper"}, 2),
+        ("ties", {"density": 1.0}, 1),
+    ],
+)
+def test_how_often_the_inputs_are_read(
+    tmp_path: Path, method: str, given: dict[str, Any], times: int
+) -> None:
+    """A sample of at most a sixty-fourth comes on top, or 16384 entries and a block a tensor."""
+    size = 3_000_000
+    sources = []
+    for seed, name in enumerate(("base", "one", "two")):
+        generator = torch.Generator().manual_seed(seed)
+        state = {"w": torch.randn(size, generator=generator).bfloat16()}
+        sources.append(Counting(open_checkpoint(checkpoint(tmp_path / name, state))))
+    params = parse_parameters(method, given)
+    dict(merged_tensors(sources[0], sources[1:], method, parameters=params))
+    for source in sources:
+        assert times * size <= source.entries <= (times + 1 / 50) * size
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+@pytest.mark.parametrize("preset", ["mergekit", "paper"])
+def test_threads_and_shards_change_nothing(tmp_path: Path, method: str, preset: str) -> None:
+    """Equal magnitudes too: a trimmed task vector keeps the same of them in any order of work."""
+    folders = []
+    for seed, name in enumerate(("base", "one", "two")):
+        generator = torch.Generator().manual_seed(seed)
+        state = {
+            key: (torch.randn(700_000, generator=generator) * 4).round().bfloat16()
+            for key in ("a", "b", "c")
+        }
+        folders.append(checkpoint(tmp_path / name, state))
+    parameters = {"preset": preset} if method == "ties" else {}
+    outputs = [
+        merge_to_folder(
+            recipe(folders, method=method, parameters=parameters),
+            tmp_path / f"{threads}-{shard}",
+            threads=threads,
+            shard_bytes=shard,
+        )
+        for threads, shard in ((1, 10**9), (2, 10**9), (5, 1_500_000))
+    ]
+    first, *others = (open_checkpoint(out) for out in outputs)
+    for other in others:
+        for name in first.names():
+            assert torch.equal(first.read(name), other.read(name)), name
+
+
+def test_a_wrong_bracket_is_looked_at_again(tmp_path: Path) -> None:
+    """A tensor whose sampled blocks tell nothing of the rest: the threshold is exact all the same.
+
+    Two blocks of 8192 entries are sampled, and just they hold small entries.
+    """
+    size = 1 << 20
+    folders = []
+    for seed, name in enumerate(("base", "one")):
+        values = torch.zeros(size)
+        if seed:
+            values = torch.rand(size, generator=torch.Generator().manual_seed(1)) + 10
+            for start in (0, size // 2):  # where a sample of 16384 entries stands
+                values[start : start + 8192] *= 1e-3
+        folders.append(checkpoint(tmp_path / name, {"w": values}))
+    sources = [Counting(open_checkpoint(folder)) for folder in folders]
+    (found,) = dict(merged_tensors(sources[0], sources[1:], "ties")).values()
+    assert sources[1].entries > 3 * size  # two looks and the merge
+    kept = int(0.2 * size)
+    expected = load_file(folders[1] / "model.safetensors")["w"]
+    limit = expected.sort(descending=True).values[kept - 1]
+    assert int((found != 0).sum()) == kept
+    assert torch.equal(found, torch.where(expected >= limit, expected, 0.0))

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def compiled() -> None:
         pytest.skip("kernels.c was not built here")
 
 
-def test_the_loops_are_built_where_there_is_a_compiler() -> None:
-    assert fused.kernels is not None or shutil.which("cc") is None
+def test_the_loops_are_built_where_they_can_be() -> None:
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    assert fused.kernels is not None or shutil.which("cc") is None or not headers.exists()
 
 
 def written(folder: Path, state: dict[str, Tensor]) -> Any:

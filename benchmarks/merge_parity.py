@@ -59,6 +59,41 @@ RECIPES: dict[str, dict[str, Any]] = {
         "models": _pair({"weight": 0.5, "density": 0.5}, {"weight": 0.5, "density": 0.5}),
         "parameters": {"normalize": False},
     },
+    "breadcrumbs": {
+        "merge_method": "breadcrumbs",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3, "density": 0.6}, {"weight": 0.9, "density": 0.6}),
+        "parameters": {"gamma": 0.05, "lambda": 0.7},
+    },
+    "breadcrumbs_ties": {
+        "merge_method": "breadcrumbs_ties",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3, "density": 0.6}, {"weight": 0.9, "density": 0.6}),
+        "parameters": {"gamma": 0.05},
+    },
+    "slerp": {
+        "merge_method": "slerp",
+        "base_model": "./base",
+        "models": [{"model": "./base"}, {"model": "./one"}],
+        "parameters": {"t": 0.3},
+    },
+    "nuslerp": {
+        "merge_method": "nuslerp",
+        "base_model": "./base",
+        "models": _pair({"weight": 0.3}, {"weight": 0.9}),
+    },
+    "model_stock": {
+        "merge_method": "model_stock",
+        "base_model": "./base",
+        "models": _pair({}, {}),
+    },
+    "karcher": {"merge_method": "karcher", "models": _pair({}, {})},
+    "sce": {
+        "merge_method": "sce",
+        "base_model": "./base",
+        "models": _pair({}, {}),
+        "parameters": {"select_topk": 0.4},
+    },
     "ties-negative": {
         "merge_method": "ties",
         "base_model": "./base",

@@ -21,7 +21,7 @@ from evaluation.benchmarks.contract import BenchmarkEntry, Settings
 from evaluation.errors import InputError
 from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
-from merging import MergeError, parse_parameters
+from merging import MergeError, check_experts, parse_parameters
 
 BASE = "base"  # the base model's name in every table
 
@@ -319,6 +319,7 @@ def _entry_faults(entry: Mapping[str, Any], experts: int) -> list[str]:
     try:
         if method is not None:
             parse_parameters(str(method), rest)
+            check_experts(str(method), experts, weights if isinstance(weights, list) else None)
         else:
             parse_combination({"rule": rule, **rest}, experts)
     except (MergeError, CompositionError) as error:

@@ -19,7 +19,7 @@ from merging.checkpoint import (
 from merging.digests import file_digest
 from merging.engine import differences, merged_tensors
 from merging.errors import MergeError
-from merging.methods import METHODS, merge_tensors, parse_parameters
+from merging.methods import METHODS, check_experts, merge_tensors, parse_parameters
 from merging.output import merge_to_folder
 from merging.recipe import Recipe, load_recipe, parse_recipe
 
@@ -30,6 +30,7 @@ __all__ = [
     "MergeError",
     "Recipe",
     "TensorSource",
+    "check_experts",
     "differences",
     "file_digest",
     "load_recipe",

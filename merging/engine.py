@@ -26,7 +26,7 @@ from merging import fused
 from merging.checkpoint import TensorSource
 from merging.errors import MergeError
 from merging.lazy import torch
-from merging.methods import METHODS, check_weights, parse_parameters
+from merging.methods import METHODS, check_experts, check_weights, parse_parameters
 from merging.methods.contract import Inputs, Method, Parameters, RawInputs, settle
 from merging.raw import (
     CODES,
@@ -114,6 +114,7 @@ def prepare(
         MergeError: inputs that do not fit.
     """
     chosen = check_weights(weights, len(experts))
+    check_experts(method, len(experts), weights)
     check_sources(base, experts)
     _check_device(device)
     params = parse_parameters(method, {}) if parameters is None else parameters
@@ -313,7 +314,7 @@ class _Stages:
         tensors = [to_tensor(s.read_raw(name, start, stop), s.code(name)) for s in sources]
         precision = torch.promote_types(tensors[0].dtype, torch.float32)
         tensors = [tensor.to(self._job.device, precision) for tensor in tensors]
-        return Inputs(tensors[0], tensors[1:])
+        return Inputs(tensors[0], tensors[1:], name, start)
 
     def _merge_spans(
         self, name: str, spans: Sequence[Span], known: Sequence[Any] | None, first: int
@@ -347,7 +348,8 @@ class _Stages:
         seen = moments(inputs.deltas)
         if job.method.whole:
             shape = job.base.shape(name)
-            inputs = Inputs(inputs.base.view(shape), [e.view(shape) for e in inputs.experts])
+            experts = [expert.view(shape) for expert in inputs.experts]
+            inputs = Inputs(inputs.base.view(shape), experts, name)
         merged = job.method.merge(inputs, job.weights, job.params, told)
         merged = _with_zeros_of(inputs.base, merged)
         return to_raw(merged.to(torch_dtype(job.out_code(name)))), seen

@@ -23,6 +23,7 @@ except ImportError:  # no compiler where it was installed
     kernels = None  # type: ignore[assignment]
 
 TYPES = {"BF16": 0, "F16": 1, "F32": 2}
+CODES_OF = {number: code for code, number in TYPES.items()}
 EXPERTS = 32  # at most
 
 
@@ -43,4 +44,4 @@ def merge(
     return out, Moments(*found)
 
 
-__all__ = ["TYPES", "kernels", "merge", "types_of"]
+__all__ = ["CODES_OF", "TYPES", "kernels", "merge", "types_of"]

@@ -1,23 +1,55 @@
 """mergekit's YAML as a recipe of ours.
 
-mergekit's own defaults are written out, since ours differ: `linear` and `ties` normalise by the
-weights, `task_arithmetic` does not; `density` is 1 where it is not given. What has no equal here is
-refused by name, never ignored. Semantics: mergekit 0.1.5.
+mergekit's own defaults are written out, since ours differ: `linear`, `ties` and `della` normalise
+by the weights, the others do not; `density` is 1 where it is not given, and DARE restores the L1
+norm. What has no equal here is refused by name, never ignored. Semantics: mergekit 0.1.5. What is
+drawn at random (DARE, DELLA) follows the same distribution, not the same draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from merging.errors import MergeError
 from merging.methods import nearest
 
-SUPPORTED = ("linear", "task_arithmetic", "ties")
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "name")
 IGNORED = {"tokenizer_source": ("base",)}  # asks for what happens here anyway
-MODEL_KEYS = ("weight", "density")
-GLOBAL_KEYS = ("weight", "density", "normalize", "lambda")
+
+
+class Form(NamedTuple):
+    """How mergekit writes a method down."""
+
+    numbers: Mapping[str, float] = {}  # of the method, one for all experts; with its defaults
+    flags: Mapping[str, bool] = {}  # which we have in one setting only
+    weight: bool = True
+    normalize: bool | None = None  # its default; None where there is no such key
+    rescale: bool | None = None
+    needs_base: bool = True
+    averages: bool = False  # whether the base, where listed, is one more model
+
+
+SPARSE = {"density": 1.0, "lambda": 1.0}
+MASK = {"int8_mask": False}  # how a mask is stored: no matter here
+FORMS = {
+    "linear": Form(normalize=True, needs_base=False, averages=True),
+    "task_arithmetic": Form({"lambda": 1.0}, MASK | {"density": True}, normalize=False),
+    "ties": Form(SPARSE, MASK | {"rescale": False}, normalize=True),
+    "dare_linear": Form(SPARSE, MASK, normalize=False, rescale=True),
+    "dare_ties": Form(SPARSE, MASK, normalize=False, rescale=True),
+    "della": Form(SPARSE | {"epsilon": 0.15}, MASK, normalize=True, rescale=True),
+    "della_linear": Form(SPARSE | {"epsilon": 0.15}, MASK, normalize=False, rescale=True),
+    "breadcrumbs": Form(SPARSE | {"gamma": 0.01}, MASK | {"rescale": False}, normalize=False),
+    "breadcrumbs_ties": Form(SPARSE | {"gamma": 0.01}, MASK | {"rescale": False}, normalize=False),
+    "slerp": Form({"t": 0.5}, weight=False),
+    "nuslerp": Form(flags={"nuslerp_flatten": True, "nuslerp_row_wise": False}),
+    "model_stock": Form(flags={"filter_wise": False}, weight=False),
+    "karcher": Form({"max_iter": 10, "tol": 1e-5}, weight=False, needs_base=False, averages=True),
+    "sce": Form({"select_topk": 1.0}, MASK, weight=False),
+}
+SUPPORTED = tuple(FORMS)
+IRRELEVANT = ("int8_mask", "density")  # as a flag: any setting gives the same numbers
 
 
 def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,39 +58,38 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         MergeError: a line for everything that is not supported here.
     """
-    method = raw.get("merge_method")
-    faults = _unsupported(raw, method)
-    shared = raw.get("parameters") or {}
-    entries = raw.get("models") or []
-    if faults or not isinstance(shared, dict) or not isinstance(entries, list):
-        raise MergeError(
-            "\n".join(faults or ["models and parameters: expected a list and a mapping"])
-        )
-    base = raw.get("base_model")
-    experts = [e for e in entries if method == "linear" or e["model"] != base]
-    if not experts:
+    faults = _unsupported(raw)
+    if faults:
+        raise MergeError("\n".join(faults))
+    method, base = str(raw["merge_method"]), raw.get("base_model")
+    form, shared = FORMS[method], raw.get("parameters") or {}
+    entries = [e for e in raw["models"] if form.averages or e["model"] != base]
+    if not entries:
         raise MergeError("models: found no model beside the base; expected at least one")
-    weights = [_number(entry, shared, "weight", 1.0) for entry in experts]
-    densities = {_number(entry, shared, "density", 1.0) for entry in experts}
-    normalize = bool(shared.get("normalize", method != "task_arithmetic"))
-    parameters: dict[str, Any] = {"lambda": float(shared.get("lambda", 1.0))}
-    if method == "linear":
-        parameters = {"normalize": normalize}
-    elif method == "ties":
-        if len(densities) > 1:
-            raise MergeError(
-                f"density differs between the models ({sorted(densities)}); expected one"
-            )
-        parameters |= {"density": densities.pop(), "preset": "mergekit"}
-        parameters |= {} if normalize else {"divisor": "none"}
-    elif normalize:
-        weights = _normalized(weights)
+    weights = [1.0] * len(entries)
+    if form.weight:
+        weights = [_number(entry, shared, "weight", 1.0) for entry in entries]
+    parameters: dict[str, Any] = {
+        key: _common(entries, shared, key, default) for key, default in form.numbers.items()
+    }
+    if form.normalize is not None:
+        normalize = bool(shared.get("normalize", form.normalize))
+        if method == "task_arithmetic":
+            weights = _normalized(weights) if normalize else weights
+        elif method == "ties":
+            parameters |= {"preset": "mergekit"} | ({} if normalize else {"divisor": "none"})
+        else:
+            parameters["normalize"] = normalize
+    if form.rescale is not None:
+        parameters["rescale"] = "l1" if shared.get("rescale", form.rescale) else "none"
+    if "max_iter" in parameters:
+        parameters["max_iter"] = int(parameters["max_iter"])
     return {
         "method": method,
-        "base": base or experts[0]["model"],
+        "base": base or entries[0]["model"],
         "models": [
             {"model": entry["model"], "weight": weight}
-            for entry, weight in zip(experts, weights, strict=True)
+            for entry, weight in zip(entries, weights, strict=True)
         ],
         "parameters": parameters,
         "dtype": raw.get("out_dtype") or raw.get("dtype"),
@@ -72,24 +103,44 @@ def _normalized(weights: list[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _unsupported(raw: Mapping[str, Any], method: Any) -> list[str]:
+def _unsupported(raw: Mapping[str, Any]) -> list[str]:
     faults = []
-    if method not in SUPPORTED:
+    method = raw.get("merge_method")
+    form = FORMS.get(str(method))
+    if form is None:
         faults.append(f"merge_method: {method!r} is not supported{nearest(str(method), SUPPORTED)}")
-    elif method != "linear" and not raw.get("base_model"):
+    elif form.needs_base and not raw.get("base_model"):
         faults.append(f"base_model: this key is missing; {method} needs a base")
     for key, value in raw.items():
         if key not in KEYS and value not in IGNORED.get(key, ()):
             faults.append(f"{key}: this part of mergekit's YAML is not supported here")
-    for key in raw.get("parameters") or {}:
-        if key not in GLOBAL_KEYS:
-            faults.append(f"parameters.{key}: not supported here{nearest(str(key), GLOBAL_KEYS)}")
-    for place, entry in enumerate(raw.get("models") or []):
-        faults += _entry_faults(place, entry)
+    shared, entries = raw.get("parameters") or {}, raw.get("models") or []
+    if not isinstance(shared, dict) or not isinstance(entries, list):
+        return [*faults, "models and parameters: expected a list and a mapping"]
+    form = form or Form()
+    for key, value in shared.items():
+        faults += _key_faults(f"parameters.{key}", str(key), value, form)
+    for place, entry in enumerate(entries):
+        faults += _entry_faults(place, entry, form)
     return faults
 
 
-def _entry_faults(place: int, entry: Any) -> list[str]:
+def _key_faults(where: str, key: str, value: Any, form: Form) -> list[str]:
+    known = [*form.numbers, *form.flags]
+    known += ["weight"] * form.weight
+    known += ["normalize"] * (form.normalize is not None)
+    known += ["rescale"] * (form.rescale is not None)
+    if key not in known:
+        return [f"{where}: not supported here{nearest(key, known)}"]
+    if key in form.flags:
+        if key not in IRRELEVANT and bool(value) != form.flags[key]:
+            return [f"{where}: found {value!r}; only {form.flags[key]} is supported here"]
+    elif isinstance(value, list | dict):
+        return [f"{where}: gradients and filters are not supported here; expected one number"]
+    return []
+
+
+def _entry_faults(place: int, entry: Any, form: Form) -> list[str]:
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         return [f"models.{place}: expected a mapping with the key model"]
     faults = [
@@ -98,14 +149,18 @@ def _entry_faults(place: int, entry: Any) -> list[str]:
         if key not in ("model", "parameters")
     ]
     for key, value in (entry.get("parameters") or {}).items():
-        if key not in MODEL_KEYS:
-            faults.append(f"models.{place}.parameters.{key}: not supported here")
-        elif isinstance(value, list | dict):
-            faults.append(
-                f"models.{place}.parameters.{key}: gradients and filters are not supported here; "
-                "expected one number"
-            )
+        faults += _key_faults(f"models.{place}.parameters.{key}", str(key), value, form)
     return faults
+
+
+def _common(
+    entries: Sequence[Mapping[str, Any]], shared: Mapping[str, Any], key: str, default: float
+) -> float:
+    """A number that mergekit has for each model and we for all."""
+    found = {_number(entry, shared, key, default) for entry in entries}
+    if len(found) > 1:
+        raise MergeError(f"{key} differs between the models ({sorted(found)}); expected one")
+    return found.pop()
 
 
 def _number(entry: Mapping[str, Any], shared: Mapping[str, Any], key: str, default: float) -> float:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from merging.errors import MergeError
 from merging.mergekit import translate
-from merging.methods import parse_parameters, sentence
+from merging.methods import METHODS, check_experts, parse_parameters, sentence
 
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
@@ -113,6 +113,11 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         raise MergeError(
             "\n".join([*(sentence(f, known) for f in error.errors()), *faults])
         ) from None
+    if recipe.method in METHODS:
+        try:
+            check_experts(recipe.method, len(recipe.models), [one.weight for one in recipe.models])
+        except MergeError as error:
+            faults += str(error).splitlines()
     if faults:
         raise MergeError("\n".join(faults))
     return recipe

@@ -11,8 +11,18 @@ from pydantic import ValidationError
 
 from merging.errors import MergeError
 from merging.lazy import torch
+from merging.methods.breadcrumbs import BREADCRUMBS, BREADCRUMBS_TIES
+from merging.methods.consensus import CONSENSUS
 from merging.methods.contract import Inputs, Method, Parameters, settle
+from merging.methods.dare import DARE_LINEAR, DARE_TIES
+from merging.methods.della import DELLA, DELLA_LINEAR
+from merging.methods.karcher import KARCHER
 from merging.methods.linear import LINEAR
+from merging.methods.model_stock import MODEL_STOCK
+from merging.methods.nuslerp import NUSLERP
+from merging.methods.sce import SCE
+from merging.methods.slerp import SLERP
+from merging.methods.spectral import ISO_C, TSV_M
 from merging.methods.task_arithmetic import TASK_ARITHMETIC
 from merging.methods.ties import TIES
 
@@ -23,6 +33,20 @@ METHODS: dict[str, Method] = {
     "linear": LINEAR,
     "task_arithmetic": TASK_ARITHMETIC,
     "ties": TIES,
+    "dare_linear": DARE_LINEAR,
+    "dare_ties": DARE_TIES,
+    "della": DELLA,
+    "della_linear": DELLA_LINEAR,
+    "breadcrumbs": BREADCRUMBS,
+    "breadcrumbs_ties": BREADCRUMBS_TIES,
+    "slerp": SLERP,
+    "nuslerp": NUSLERP,
+    "model_stock": MODEL_STOCK,
+    "karcher": KARCHER,
+    "sce": SCE,
+    "consensus": CONSENSUS,
+    "tsv_m": TSV_M,
+    "iso_c": ISO_C,
 }
 
 
@@ -77,6 +101,7 @@ def merge_tensors(
     """
     params = parse_parameters(method, parameters)
     chosen = check_weights(weights, len(experts))
+    check_experts(method, len(experts), weights)
     for index, expert in enumerate(experts):
         if expert.shape != base.shape:
             raise MergeError(
@@ -116,6 +141,26 @@ def check_weights(weights: Sequence[float] | None, experts: int) -> list[float]:
     return chosen
 
 
+def check_experts(method: str, experts: int, weights: Sequence[float] | None) -> None:
+    """The method takes so many experts, and weights where there are any.
+
+    Raises:
+        MergeError: with a line for every fault.
+    """
+    entry = METHODS[method]
+    faults = []
+    if experts < entry.least or (entry.most is not None and experts > entry.most):
+        expected = f"at least {entry.least}"
+        if entry.most is not None:
+            several = entry.most != entry.least
+            expected = f"{entry.least} to {entry.most}" if several else f"exactly {entry.most}"
+        faults.append(f"{method} merges {expected} experts beside the base; found {experts}")
+    if not entry.weighted and any(weight != 1 for weight in weights or ()):
+        faults.append(f"{method} takes no weights; found {list(weights or ())}")
+    if faults:
+        raise MergeError("\n".join(faults))
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'? There are: ...` for the end of a sentence."""
     close = difflib.get_close_matches(name, known, n=1)
@@ -133,4 +178,11 @@ def sentence(fault: Any, known: Sequence[str]) -> str:
     return f"{where}: found {fault['input']!r}; {fault['msg'].removeprefix('Value error, ')}"
 
 
-__all__ = ["METHODS", "Method", "Parameters", "merge_tensors", "parse_parameters"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "Parameters",
+    "check_experts",
+    "merge_tensors",
+    "parse_parameters",
+]

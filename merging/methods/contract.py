@@ -45,6 +45,8 @@ class Inputs:
 
     base: Tensor
     experts: Sequence[Tensor]
+    name: str = ""  # of the tensor
+    start: int = 0  # the stretch's first entry in the flattened tensor
 
     @cached_property
     def deltas(self) -> list[Tensor]:
@@ -99,6 +101,9 @@ class Method(NamedTuple):
     survey: Survey | None = None
     whole: bool = False
     fused: Fused | None = None
+    least: int = 1  # experts
+    most: int | None = None
+    weighted: bool = True  # whether it takes weights
 
 
 def settle(

@@ -33,13 +33,12 @@ from pydantic import Field
 from merging.fused import kernels
 from merging.lazy import torch
 from merging.methods.contract import Again, Fused, Inputs, Method, Parameters, RawInputs, Survey
+from merging.methods.election import Divisor, Elect, add_elected, votes_and_shares
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Scope = Literal["tensor", "model"]
-Elect = Literal["weighted", "unweighted"]
-Divisor = Literal["weights", "count", "none"]
 
 
 class Preset(NamedTuple):
@@ -92,39 +91,13 @@ def ties(
     if kept is not None:
         trimmed = [_trim(tau, keep) for tau, keep in zip(trimmed, kept, strict=True)]
     choice = params.choice
-    votes, shares = _votes_and_shares(weights, choice)
-    elected = torch.copysign(torch.ones_like(inputs.base), _weighted_sum(trimmed, votes))
-    total, divisor = torch.zeros_like(inputs.base), torch.zeros_like(inputs.base)
-    for tau, weight, vote, share in zip(trimmed, weights, votes, shares, strict=True):
-        side = math.copysign(1.0, vote)  # a negative vote agrees where its entry disagrees
-        agreeing = (tau * elected).mul_(side).relu_() if side < 0 else (tau * elected).relu_()
-        total.add_(agreeing, alpha=weight * side)
-        divisor.add_(agreeing.sign_(), alpha=share)
-    total *= elected
-    if choice.divisor == "none":
-        return inputs.base.add(total, alpha=params.lambda_)
-    if min(shares) > 0:  # then the divisor is 0 only where nothing agrees and the total is 0
-        divisor.clamp_(min=min(shares))
-    else:
-        divisor = torch.where(divisor == 0, 1.0, divisor)
-    return torch.addcdiv(inputs.base, total, divisor, value=params.lambda_)
-
-
-def _votes_and_shares(
-    weights: Sequence[float], choice: Preset
-) -> tuple[Sequence[float], Sequence[float]]:
-    """Of each expert: what it counts in the election, and in the divisor."""
-    ones = [1.0] * len(weights)
-    return (
-        weights if choice.elect == "weighted" else ones,
-        weights if choice.divisor == "weights" else ones,
-    )
+    return add_elected(inputs.base, trimmed, weights, params.lambda_, choice.elect, choice.divisor)
 
 
 def _arguments(
     weights: Sequence[float], params: TiesParameters, kept: Sequence[Kept] | None
 ) -> tuple[Any, ...]:
-    votes, shares = _votes_and_shares(weights, params.choice)
+    votes, shares = votes_and_shares(weights, params.choice.elect, params.choice.divisor)
     limits, scale = kept, params.lambda_
     if params.density == 0:
         scale = 0.0
@@ -139,14 +112,6 @@ def _arguments(
         [keep.threshold for keep in limits],
         [-1 if keep.equals is None else keep.equals for keep in limits],
     )
-
-
-def _weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    first, *rest = tensors
-    found = first * weights[0]
-    for tensor, weight in zip(rest, weights[1:], strict=True):
-        found.add_(tensor, alpha=weight)
-    return found
 
 
 class Bracket(NamedTuple):

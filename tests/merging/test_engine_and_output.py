@@ -318,10 +318,16 @@ def test_a_mergekit_file_becomes_the_same_recipe() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"merge_method": "dare_ties"}, "'dare_ties' is not supported; did you mean 'ties'"),
+        ({"merge_method": "arcee_fusion"}, "'arcee_fusion' is not supported"),
         ({"slices": []}, "slices: this part"),
         ({"tokenizer_source": "union"}, "tokenizer_source: this part"),
-        ({"parameters": {"int8_mask": True}}, r"parameters\.int8_mask: not supported"),
+        ({"parameters": {"gamma": 0.1}}, r"parameters\.gamma: not supported"),
+        ({"parameters": {"rescale": True}}, "only False is supported"),
+        ({"merge_method": "slerp", "parameters": {"t": [0, 1]}}, "gradients and filters"),
+        (
+            {"merge_method": "slerp", "models": [{"model": "x"}, {"model": "y"}]},
+            "exactly 1 experts",
+        ),
         ({"base_model": None}, "base_model: this key is missing"),
         (
             {"models": [{"model": "x", "parameters": {"weight": [0, 1]}}]},

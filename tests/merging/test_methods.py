@@ -13,8 +13,25 @@ from torch import Tensor
 
 from merging import METHODS, MergeError, merge_tensors, parse_parameters
 
-DENSE: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {"ties": {"density": 1.0}}
+DENSE: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
+    "ties": {"density": 1.0},
+    "dare_linear": {"density": 1.0},
+    "dare_ties": {"density": 1.0},
+    "della": {"density": 1.0},
+    "della_linear": {"density": 1.0},
+    "breadcrumbs": {"density": 1.0},
+    "breadcrumbs_ties": {"density": 1.0},
+    "slerp": {"t": 1.0},
+    "consensus": {"agree": 1},
+}
 """Parameters under which a method merges whole task vectors."""
+EVEN = ("iso_c",)  # changes the task vector of a single expert: that is its point
+RANDOM = ("dare_linear", "dare_ties", "della", "della_linear")  # the draw is an expert's, by place
+
+
+def fitting(method: str, experts: list[Tensor]) -> list[Tensor]:
+    """As many of the experts as the method takes."""
+    return experts[: METHODS[method].most]
 
 
 def tensors(seed: int, count: int, shape: tuple[int, ...] = (6, 5)) -> list[Tensor]:
@@ -28,6 +45,7 @@ class TestEveryMethod:
 
     def test_shape_precision_and_inputs_stay(self, method: str) -> None:
         base, *experts = tensors(0, 3)
+        experts = fitting(method, experts)
         before = [tensor.clone() for tensor in (base, *experts)]
         found = merge_tensors(method, base.bfloat16(), [e.bfloat16() for e in experts])
         assert (found.shape, found.dtype) == (base.shape, torch.float32)
@@ -37,22 +55,35 @@ class TestEveryMethod:
         assert all(map(torch.equal, before, (base, *experts)))
 
     def test_one_expert_gives_that_expert(self, method: str) -> None:
+        if METHODS[method].least > 1:
+            with pytest.raises(MergeError, match="experts beside the base; found 1"):
+                merge_tensors(method, *_pair())
+            return
         base, expert = tensors(1, 2)
+        if method in EVEN:
+            assert not torch.allclose(merge_tensors(method, base, [expert]), expert)
+            return
         found = merge_tensors(method, base, [expert], **DENSE[method])
         assert torch.allclose(found, expert, atol=1e-6)
 
     def test_experts_equal_to_the_base_give_the_base(self, method: str) -> None:
         (base,) = tensors(2, 1)
-        assert torch.equal(merge_tensors(method, base, [base, base, base]), base)
+        experts = fitting(method, [base, base, base])
+        assert torch.equal(merge_tensors(method, base, experts), base)
 
     def test_the_order_of_experts_does_not_matter(self, method: str) -> None:
         base, *experts = tensors(3, 4)
-        found = merge_tensors(method, base, experts, weights=[0.2, 0.5, 1.0])
-        turned = merge_tensors(method, base, experts[::-1], weights=[1.0, 0.5, 0.2])
-        assert torch.allclose(found, turned, atol=1e-6)
+        experts = fitting(method, experts)
+        weights = [0.2, 0.5, 1.0][: len(experts)] if METHODS[method].weighted else None
+        turned_weights = None if weights is None else weights[::-1]
+        given = DENSE[method] if method in RANDOM else {}
+        found = merge_tensors(method, base, experts, weights, **given)
+        turned = merge_tensors(method, base, experts[::-1], turned_weights, **given)
+        assert torch.allclose(found, turned, atol=2e-6)
 
     def test_a_tensor_of_one_number_is_merged(self, method: str) -> None:
         base, *experts = tensors(4, 3, shape=())
+        experts = fitting(method, experts)
         assert merge_tensors(method, base, experts).shape == ()
 
     def test_unknown_parameters_name_the_nearest(self, method: str) -> None:
@@ -61,8 +92,9 @@ class TestEveryMethod:
 
     def test_shapes_weights_and_nan_are_told(self, method: str) -> None:
         base, experts = _pair()
+        least = METHODS[method].least
         with pytest.raises(MergeError, match=r"shape \(5,\) where the base has \(4,\)"):
-            merge_tensors(method, base, [torch.zeros(5)])
+            merge_tensors(method, base, [torch.zeros(5)] * least)
         with pytest.raises(MergeError, match="2 weights for 1 experts"):
             merge_tensors(method, base, experts, weights=[1, 1])
         with pytest.raises(MergeError, match="finite"):
@@ -70,7 +102,7 @@ class TestEveryMethod:
         with pytest.raises(MergeError, match="no experts"):
             merge_tensors(method, base, [])
         with pytest.raises(MergeError, match="expert 0 holds NaN"):
-            merge_tensors(method, base, [torch.full((4,), math.nan)])
+            merge_tensors(method, base, [torch.full((4,), math.nan)] * least)
 
 
 def _pair() -> tuple[Tensor, list[Tensor]]:

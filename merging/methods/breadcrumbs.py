@@ -1,0 +1,89 @@
+"""Model breadcrumbs: drop the largest entries of the task vectors as outliers and the smallest as
+noise, then sum or elect a sign.
+
+    of n entries in a tensor the largest int(gamma n) and all but int(density n) of the rest go
+
+Source: "Model Breadcrumbs" (Davari & Belilovsky 2023, arXiv:2312.06795). Reference: mergekit's
+`breadcrumbs` and `breadcrumbs_ties`. Of equal magnitudes the one with the lower index counts as the
+larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from merging.lazy import torch
+from merging.methods.contract import Inputs, Method, Parameters
+from merging.methods.election import add_elected, add_summed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BreadcrumbsParameters(Parameters):
+    """`density`: the kept fraction. `gamma`: the fraction dropped at the top."""
+
+    density: float = Field(default=0.9, ge=0, le=1)
+    gamma: float = Field(default=0.01, ge=0, le=1)
+    lambda_: float = Field(default=1.0, alias="lambda", allow_inf_nan=False)
+    normalize: bool = False
+
+
+def breadcrumbs(
+    inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
+) -> Tensor:
+    """The weighted sum of what is left of the task vectors on the base."""
+    if params.lambda_ == 0:
+        return inputs.base.clone()
+    total = sum(weights) if params.normalize else 1.0
+    scale = params.lambda_ / (total if abs(total) > 1e-8 else 1.0)
+    return add_summed(inputs.base, _left(inputs, params), weights, scale)
+
+
+def breadcrumbs_ties(
+    inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
+) -> Tensor:
+    """The elected sum (with `normalize` the mean) of what is left on the base."""
+    if params.lambda_ == 0:
+        return inputs.base.clone()
+    return add_elected(
+        inputs.base,
+        _left(inputs, params),
+        weights,
+        params.lambda_,
+        "weighted",
+        "weights" if params.normalize else "none",
+    )
+
+
+def _left(inputs: Inputs, params: BreadcrumbsParameters) -> list[Tensor]:
+    if params.density == 1:
+        return inputs.deltas
+    return [_between(delta, params) for delta in inputs.deltas]
+
+
+def _between(delta: Tensor, params: BreadcrumbsParameters) -> Tensor:
+    count = delta.numel()
+    target = int(params.density * count)
+    below = max(0, count - target - int(params.gamma * count))
+    order = delta.abs().flatten().neg().argsort(stable=True).flip(0)  # in rising order
+    chosen = torch.zeros(count, dtype=delta.dtype, device=delta.device)
+    chosen[order[below : below + target]] = 1
+    return delta * chosen.view_as(delta)
+
+
+BREADCRUMBS = Method(
+    "largest and smallest entries dropped, the rest summed",
+    BreadcrumbsParameters,
+    breadcrumbs,
+    whole=True,
+)
+BREADCRUMBS_TIES = Method(
+    "largest and smallest entries dropped, signs elected",
+    BreadcrumbsParameters,
+    breadcrumbs_ties,
+    whole=True,
+)

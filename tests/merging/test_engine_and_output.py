@@ -325,7 +325,7 @@ def test_a_mergekit_file_becomes_the_same_recipe() -> None:
         ({"parameters": {"rescale": True}}, "only False is supported"),
         ({"merge_method": "slerp", "parameters": {"t": [0, 1]}}, "gradients and filters"),
         (
-            {"merge_method": "slerp", "models": [{"model": "x"}, {"model": "y"}]},
+            {"merge_method": "slerp", "parameters": {}, "models": [{"model": "x"}, {"model": "y"}]},
             "exactly 1 experts",
         ),
         ({"base_model": None}, "base_model: this key is missing"),

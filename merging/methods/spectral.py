@@ -6,7 +6,9 @@
     Iso-C   sum the task matrices and give all singular values of the sum their mean: no direction
             dominates
 
-Tensors that are no matrices get the mean of the task vectors (TSV-M) or the same (Iso-C), as the
+A task matrix of lower rank (every LoRA expert's) has singular vectors without weight, which are
+arbitrary; they take no part, where the authors' code lets them disturb the others. Tensors that are
+no matrices get the mean of the task vectors (TSV-M) or the same (Iso-C), as the
 authors do.
 
 Sources: "Task Singular Vectors" (Gargiulo et al. 2024, arXiv:2412.00081); "No Task Left Behind"
@@ -48,12 +50,22 @@ def tsv_m(inputs: Inputs, weights: Sequence[float], params: TsvmParameters, know
         merged = weighted_sum(scaled, [1 / len(scaled)] * len(scaled))
         return inputs.base.add(merged, alpha=params.lambda_)
     rank = max(min(inputs.base.shape) // len(scaled), 1)
-    triples = [torch.linalg.svd(delta, full_matrices=False) for delta in scaled]
-    left = torch.cat([u[:, :rank] for u, _, _ in triples], dim=1)
-    values = torch.cat([s[:rank] for _, s, _ in triples])
-    right = torch.cat([v[:rank] for _, _, v in triples])
+    triples = [_triples(delta, rank) for delta in scaled]
+    left = torch.cat([u for u, _, _ in triples], dim=1)
+    values = torch.cat([s for _, s, _ in triples])
+    right = torch.cat([v for _, _, v in triples])
+    if len(values) == 0:
+        return inputs.base.clone()
     merged = (_orthogonal(left) * values) @ _orthogonal(right)
     return inputs.base.add(merged, alpha=params.lambda_)
+
+
+def _triples(delta: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first singular triples, but those that are 0 within rounding."""
+    u, s, v = torch.linalg.svd(delta, full_matrices=False)
+    floor = s[0] * max(delta.shape) * torch.finfo(delta.dtype).eps
+    count = min(rank, int((s > floor).sum()))
+    return u[:, :count], s[:count], v[:count]
 
 
 def iso_c(inputs: Inputs, weights: Sequence[float], params: IsocParameters, known: None) -> Tensor:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from composition import compose_logits, divergences
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import Generate, Score, Settings
-from evaluation.experiment import Experiment, benchmark_entry
+from evaluation.experiment import Experiment, Model, benchmark_entry
 from evaluation.models import (
     Family,
     PlannedModel,
@@ -161,25 +161,34 @@ def keep_double() -> Iterator[None]:
 
 
 def pairs(experiment: Experiment) -> list[Pair]:
-    """Every merge with the weights of the composition that equals it to first order.
-
-    Task arithmetic and the trimmed methods stand for w_i = lambda * weight_i (for TIES, of the
-    experts as they are, unmasked); a normalised linear average for w_i = weight_i / sum.
-    """
+    """Every merge with the weights of the composition that it stands for."""
     count = len(experiment.experts)
-    found = []
-    for planned in planned_models(experiment):
-        if planned.kind != "merge" or planned.model is None:
-            continue
-        parameters = resolved_parameters(planned.model, count)
-        weights = list(planned.model.weights or [1.0] * count)
-        if planned.method == "linear":
-            total = sum(weights) if parameters.get("normalize", True) else 1.0
-            weights = [weight / total for weight in weights]
-        else:
-            weights = [float(parameters.get("lambda", 1.0)) * weight for weight in weights]
-        found.append(Pair(planned, weights))
-    return found
+    return [
+        Pair(planned, _counterpart(planned.model, resolved_parameters(planned.model, count), count))
+        for planned in planned_models(experiment)
+        if planned.kind == "merge" and planned.model is not None
+    ]
+
+
+MEANS = ("linear", "nuslerp", "karcher", "model_stock", "sce")
+
+
+def _counterpart(model: Model, parameters: Mapping[str, Any], count: int) -> list[float]:
+    """The weights w_i of the product that equals the merge to first order, or would if all task
+    vectors were kept whole and at one angle.
+
+    A mean stands for w_i = weight_i / sum, SLERP for its t, all others for w_i = lambda * weight_i
+    (TIES and its like for the experts as they are, unmasked).
+    """
+    weights = list(model.weights or [1.0] * count)
+    if model.method == "slerp":
+        return [float(parameters["t"])]
+    averaged = parameters.get("normalize", model.method in MEANS)
+    if averaged and model.method in (*MEANS, "dare_linear", "della_linear", "breadcrumbs"):
+        total = sum(weights) or 1.0
+        weights = [weight / total for weight in weights]
+    scale = float(parameters.get("lambda", 1.0))
+    return [scale * weight for weight in weights]
 
 
 def texts(

@@ -94,6 +94,15 @@ RECIPES: dict[str, dict[str, Any]] = {
         "models": _pair({}, {}),
         "parameters": {"select_topk": 0.4},
     },
+    "ties-varying": {
+        "merge_method": "ties",
+        "base_model": "./base",
+        "models": _pair({"weight": [1.0, 0.2]}, {"weight": 0.5}),
+        "parameters": {
+            "density": [{"filter": "mlp", "value": 0.4}, {"value": [0.8, 0.3]}],
+            "lambda": [{"filter": "self_attn.q", "value": 0.5}, {"value": 1.0}],
+        },
+    },
     "ties-negative": {
         "merge_method": "ties",
         "base_model": "./base",

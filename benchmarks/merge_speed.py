@@ -42,10 +42,16 @@ SIZES = {  # hidden, intermediate, layers
     "1B": (2048, 5504, 18),
     "2B": (2048, 5504, 37),
 }
-METHODS = {
+SPARSE = {"weight": 0.5, "density": 0.5}
+METHODS = {  # mergekit's parameters: shared, and of each expert
     "linear": ({"normalize": True}, {"weight": 0.5}),
     "task_arithmetic": ({"lambda": 1.0}, {"weight": 0.5}),
     "ties": ({"normalize": True, "lambda": 1.0}, {"weight": 0.5, "density": 0.2}),
+    "dare_linear": ({}, SPARSE),
+    "dare_ties": ({}, SPARSE),
+    "della": ({}, SPARSE),
+    "slerp": ({"t": 0.5}, {}),
+    "model_stock": ({}, {}),
 }
 BLOCK = 1 << 24
 
@@ -119,9 +125,12 @@ def _write(folder: Path, size: str, seed: int) -> None:
 def recipe(method: str, folders: list[Path]) -> str:
     """mergekit's YAML, which both read."""
     shared, each = METHODS[method]
+    models = [{"model": str(folder), "parameters": dict(each)} for folder in folders[1:]]
+    if method == "slerp":  # between the base and one expert
+        models = [{"model": str(folders[0])}, models[0]]
     content = {
         "merge_method": method,
-        "models": [{"model": str(f), "parameters": dict(each)} for f in folders[1:]],
+        "models": models,
         "parameters": dict(shared),
         "dtype": "bfloat16",
     }
@@ -208,7 +217,7 @@ def inside(file: Path, out: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["100M"], choices=list(SIZES))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS)[:3], choices=list(METHODS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--mergekit", help="mergekit-yaml of mergekit 0.1.5")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

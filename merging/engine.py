@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
@@ -56,18 +56,28 @@ SHARE, LEAST, MOST = 64, 1 << 14, 1 << 16  # a sample: one entry in so many, wit
 BLOCK = 1 << 13  # entries of a sample that stand together
 
 
+class Chosen(NamedTuple):
+    """What a method is given for one tensor."""
+
+    weights: Sequence[float]
+    params: Parameters
+
+
 class Job(NamedTuple):
     """One merge, checked."""
 
     base: TensorSource
     experts: Sequence[TensorSource]
     method: Method
-    weights: Sequence[float]
-    params: Parameters
+    chosen: Mapping[str, Chosen]  # for every tensor that takes part
     dtype: str | None  # the code of what comes out; None for the base's
-    merging: frozenset[str]  # the tensors that take part
     allow_non_finite: bool
     device: str
+
+    @property
+    def merging(self) -> Collection[str]:
+        """The tensors that take part."""
+        return self.chosen.keys()
 
     @property
     def stretch(self) -> int:
@@ -95,6 +105,7 @@ def prepare(
     *,
     weights: Sequence[float] | None = None,
     parameters: Parameters | None = None,
+    choose: Callable[[str], Chosen] | None = None,
     dtype: torch.dtype | str | None = None,
     exclude: Sequence[str] = (),
     allow_non_finite: bool = False,
@@ -105,6 +116,7 @@ def prepare(
     Args:
         weights: one an expert; 1 each if left out.
         parameters: of the method, from `parse_parameters`; its defaults if left out.
+        choose: weights and parameters of a tensor by its name, in place of those two.
         dtype: of the floating tensors that come out, torch's or a code of safetensors; the base's
             own if left out. One rounding.
         exclude: regular expressions; a tensor whose whole name matches stays the base's.
@@ -113,20 +125,31 @@ def prepare(
     Raises:
         MergeError: inputs that do not fit.
     """
-    chosen = check_weights(weights, len(experts))
+    same = Chosen(
+        check_weights(weights, len(experts)),
+        parse_parameters(method, {}) if parameters is None else parameters,
+    )
     check_experts(method, len(experts), weights)
     check_sources(base, experts)
     _check_device(device)
-    params = parse_parameters(method, {}) if parameters is None else parameters
-    merging = frozenset(name for name in base.names() if _takes_part(base, name, exclude))
+    entry = METHODS[method]
+    chosen = {
+        name: same if choose is None else choose(name)
+        for name in base.names()
+        if _takes_part(base, name, exclude)
+    }
+    if entry.survey is not None and len({repr(one.params) for one in chosen.values()}) > 1:
+        scopes = {entry.survey.scope(one.params) for one in chosen.values()}
+        if "model" in scopes:
+            raise MergeError(
+                f"{method} over the whole model needs the same parameters for every tensor"
+            )
     return Job(
         base,
         experts,
-        METHODS[method],
+        entry,
         chosen,
-        params,
         dtype if dtype is None or isinstance(dtype, str) else dtype_code(dtype),
-        merging,
         allow_non_finite,
         device,
     )
@@ -248,22 +271,23 @@ class _Stages:
         self, job: Job, pool: ThreadPoolExecutor, write: Write, report: Survey | None
     ) -> None:
         self._job, self._pool, self._write, self._report = job, pool, write, report
-        survey, params = job.method.survey, job.params
-        self._scope = survey.scope(params) if survey is not None else None
 
     def learn_model(self) -> dict[str, Sequence[Any]]:
         """Where the method's scope is the model: what the merge of every stretch must know."""
         survey, job = self._job.method.survey, self._job
-        if survey is None or self._scope != "model":
-            return {}
         names = [name for name in job.base.names() if name in job.merging]
+        if survey is None or not names:
+            return {}
+        params = job.chosen[names[0]].params  # of the model's scope: the same for all
+        if survey.scope(params) != "model":
+            return {}
 
         def look(hint: Any) -> list[Any]:
             tasks = [task for name in names for task in self._look_with(name, hint)]
             return _results(tasks)
 
-        hint = survey.begin(self._sample(names), job.params)
-        decided = iter(settle(survey, job.params, hint, look(hint), look))
+        hint = survey.begin(self._sample(names), params)
+        decided = iter(settle(survey, params, hint, look(hint), look))
         return {
             name: [next(decided) for _ in _stretches(self._numel(name), job.stretch)]
             for name in names
@@ -272,9 +296,12 @@ class _Stages:
     def look(self, name: str) -> Look | None:
         """Starts looking at a tensor, where the method wants to before it merges."""
         survey = self._job.method.survey
-        if survey is None or self._scope != "tensor" or name not in self._job.merging:
+        if survey is None or name not in self._job.merging:
             return None
-        hint = survey.begin(self._sample([name]), self._job.params)
+        params = self._job.chosen[name].params
+        if survey.scope(params) != "tensor":
+            return None
+        hint = survey.begin(self._sample([name]), params)
         return Look(hint, self._look_with(name, hint))
 
     def merge(self, name: str, known: Sequence[Any] | None, look: Look | None) -> list[Future[Any]]:
@@ -286,7 +313,7 @@ class _Stages:
             seen = _results(look.tasks)
             known = settle(
                 survey,
-                job.params,
+                job.chosen[name].params,
                 look.hint,
                 seen,
                 lambda hint: _results(self._look_with(name, hint)),
@@ -338,7 +365,7 @@ class _Stages:
     ) -> tuple[Raw, Moments]:
         job = self._job
         assert job.method.fused is not None
-        arguments = job.method.fused.arguments(job.weights, job.params, told)
+        arguments = job.method.fused.arguments(*job.chosen[name], told)
         inputs = self._raw(name, start, stop, types)
         return fused.merge(job.method.fused, inputs, job.out_code(name), arguments)
 
@@ -350,7 +377,7 @@ class _Stages:
             shape = job.base.shape(name)
             experts = [expert.view(shape) for expert in inputs.experts]
             inputs = Inputs(inputs.base.view(shape), experts, name)
-        merged = job.method.merge(inputs, job.weights, job.params, told)
+        merged = job.method.merge(inputs, *job.chosen[name], told)
         merged = _with_zeros_of(inputs.base, merged)
         return to_raw(merged.to(torch_dtype(job.out_code(name)))), seen
 
@@ -391,7 +418,7 @@ class _Stages:
     # --- looking ---------------------------------------------------------------------------------
 
     def _look_with(self, name: str, hint: Any) -> list[Future[Any]]:
-        survey, params = self._job.method.survey, self._job.params
+        survey, params = self._job.method.survey, self._job.chosen[name].params
         assert survey is not None
 
         types = self._job.fused_types(name) if survey.fused is not None else None

@@ -8,11 +8,14 @@ drawn at random (DARE, DELLA) follows the same distribution, not the same draw.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from merging.errors import MergeError
 from merging.methods import nearest
+from merging.settings import faults as setting_faults
+from merging.settings import varies
 
 KEYS = ("merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "name")
 IGNORED = {"tokenizer_source": ("base",)}  # asks for what happens here anyway
@@ -96,7 +99,11 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _normalized(weights: list[float]) -> list[float]:
+def _normalized(weights: list[Any]) -> list[Any]:
+    if any(varies(weight) for weight in weights):
+        raise MergeError(
+            "weight: gradients and filters cannot be normalised here; normalize: false"
+        )
     total = sum(weights)
     if total == 0:
         raise MergeError(f"the weights {weights} sum to 0 and cannot be normalised")
@@ -135,8 +142,8 @@ def _key_faults(where: str, key: str, value: Any, form: Form) -> list[str]:
     if key in form.flags:
         if key not in IRRELEVANT and bool(value) != form.flags[key]:
             return [f"{where}: found {value!r}; only {form.flags[key]} is supported here"]
-    elif isinstance(value, list | dict):
-        return [f"{where}: gradients and filters are not supported here; expected one number"]
+    elif varies(value) and key in ("normalize", "rescale", "max_iter"):
+        return [f"{where}: gradients and filters are not supported here; expected one value"]
     return []
 
 
@@ -155,16 +162,36 @@ def _entry_faults(place: int, entry: Any, form: Form) -> list[str]:
 
 def _common(
     entries: Sequence[Mapping[str, Any]], shared: Mapping[str, Any], key: str, default: float
-) -> float:
-    """A number that mergekit has for each model and we for all."""
-    found = {_number(entry, shared, key, default) for entry in entries}
-    if len(found) > 1:
-        raise MergeError(f"{key} differs between the models ({sorted(found)}); expected one")
-    return found.pop()
+) -> Any:
+    """A setting that mergekit has for each model and we for all."""
+    found = [_number(entry, shared, key, default) for entry in entries]
+    if any(one != found[0] for one in found):
+        raise MergeError(f"{key} differs between the models ({found}); expected one")
+    return found[0]
 
 
-def _number(entry: Mapping[str, Any], shared: Mapping[str, Any], key: str, default: float) -> float:
+def _number(entry: Mapping[str, Any], shared: Mapping[str, Any], key: str, default: float) -> Any:
+    """A number, a gradient, or conditions with our kind of filters."""
     value = (entry.get("parameters") or {}).get(key, shared.get(key, default))
+    if varies(value):
+        return _setting(value, key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MergeError(f"{key}: found {value!r}; expected one number")
+        raise MergeError(f"{key}: found {value!r}; expected a number")
     return float(value)
+
+
+def _setting(value: Any, key: str) -> Any:
+    """mergekit finds a filter as it stands in the name, `*` in every name."""
+    conditions = [value] if isinstance(value, dict) else value
+    faults = setting_faults(key, conditions)
+    if faults:
+        raise MergeError("\n".join(faults))
+    if not isinstance(conditions[0], dict):
+        return conditions
+    return [
+        {
+            "filter": None if one.get("filter") in (None, "*") else re.escape(str(one["filter"])),
+            "value": one["value"],
+        }
+        for one in conditions
+    ]

@@ -22,8 +22,9 @@ from merging.engine import Progress, differences, prepare, run
 from merging.errors import MergeError
 from merging.methods import METHODS, parse_parameters
 from merging.raw import code_of
-from merging.recipe import Recipe
+from merging.recipe import Recipe, chooser
 from merging.report import Survey
+from merging.settings import first_of
 from merging.writer import Planned, Shards
 
 REPORT = "merge_report.json"  # also the mark by which an old output of ours is known
@@ -77,8 +78,7 @@ def merge_to_folder(
                 base,
                 experts,
                 recipe.method,
-                weights=[ingredient.weight for ingredient in recipe.models],
-                parameters=parse_parameters(recipe.method, recipe.parameters),
+                choose=chooser(recipe, base.names()),
                 dtype=dtype,
                 exclude=recipe.exclude,
                 allow_non_finite=recipe.allow_non_finite,
@@ -197,9 +197,10 @@ def _copy_files(
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """The recipe with every default of its method written out."""
-    parameters = parse_parameters(recipe.method, recipe.parameters)
+    parameters = parse_parameters(recipe.method, first_of(recipe.parameters))
     content = recipe.model_dump(mode="json", exclude_none=True)
-    content["parameters"] = parameters.model_dump(mode="json", by_alias=True, exclude_none=True)
+    defaults = parameters.model_dump(mode="json", by_alias=True, exclude_none=True)
+    content["parameters"] = {**defaults, **recipe.parameters}
     return content
 
 

@@ -8,23 +8,27 @@
     parameters: {density: 0.2}            parameters: {normalize: true, lambda: 1.0}
     dtype: bfloat16                       dtype: bfloat16
 
-A mergekit file is translated (`merging.mergekit`); what it asks for beyond that is refused by name.
+Weights and parameters may differ between tensors, see `merging.settings`. A mergekit file is
+translated (`merging.mergekit`); what it asks for beyond that is refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
+from merging import settings
+from merging.engine import Chosen
 from merging.errors import MergeError
 from merging.mergekit import translate
-from merging.methods import METHODS, check_experts, parse_parameters, sentence
+from merging.methods import METHODS, check_experts, check_weights, parse_parameters, sentence
 
+Setting = FiniteFloat | list[Any] | dict[str, Any]  # see `merging.settings`
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
@@ -34,7 +38,7 @@ class Ingredient(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: Setting = 1.0
 
 
 class Recipe(BaseModel):
@@ -102,10 +106,7 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
     faults: list[str] = []
     if isinstance(content.get("method"), str):
         given = content.get("parameters")
-        try:
-            parse_parameters(content["method"], given if isinstance(given, dict) else {})
-        except MergeError as error:
-            faults += str(error).splitlines()
+        faults += _parameter_faults(content["method"], given if isinstance(given, dict) else {})
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
@@ -113,11 +114,55 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         raise MergeError(
             "\n".join([*(sentence(f, known) for f in error.errors()), *faults])
         ) from None
-    if recipe.method in METHODS:
+    for place, one in enumerate(recipe.models):
+        faults += settings.faults(f"models.{place}.weight", one.weight)
+    if recipe.method in METHODS and not faults:
+        weights = [next(settings.leaves(one.weight)) for one in recipe.models]
         try:
-            check_experts(recipe.method, len(recipe.models), [one.weight for one in recipe.models])
+            check_experts(recipe.method, len(recipe.models), weights)
         except MergeError as error:
             faults += str(error).splitlines()
     if faults:
         raise MergeError("\n".join(faults))
     return recipe
+
+
+def chooser(recipe: Recipe, names: Sequence[str]) -> Callable[[str], Chosen]:
+    """Weights and parameters for each of the tensors of a recipe."""
+    depths = settings.depths(names)
+    fixed = None
+    if not any(settings.varies(value) for value in recipe.parameters.values()):
+        fixed = parse_parameters(recipe.method, recipe.parameters)
+
+    def choose(name: str) -> Chosen:
+        depth = depths[name]
+        weights = [settings.value_at(one.weight, name, depth) for one in recipe.models]
+        if fixed is not None:
+            return Chosen(check_weights(weights, len(weights)), fixed)
+        given = {
+            key: settings.value_at(value, name, depth) for key, value in recipe.parameters.items()
+        }
+        return Chosen(check_weights(weights, len(weights)), parse_parameters(recipe.method, given))
+
+    return choose
+
+
+def _parameter_faults(method: str, given: Mapping[str, Any]) -> list[str]:
+    """Faults of every value that a parameter takes anywhere."""
+    found = [
+        fault
+        for key, setting in given.items()
+        for fault in settings.faults(f"parameters.{key}", setting)
+    ]
+    if found:
+        return found
+    plain = settings.first_of(given)
+    for variant in [
+        plain,
+        *({**plain, key: v} for key in given for v in settings.leaves(given[key])),
+    ]:
+        try:
+            parse_parameters(method, variant)
+        except MergeError as error:
+            found += str(error).splitlines()
+    return list(dict.fromkeys(found))

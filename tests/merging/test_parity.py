@@ -13,13 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from merging import (
-    merge_tensors,
-    merged_tensors,
-    open_checkpoint,
-    parse_parameters,
-    parse_recipe,
-)
+from merging import merge_tensors, merged_tensors, open_checkpoint, parse_recipe
+from merging.recipe import chooser
 
 FIXTURES = Path(__file__).parent / "mergekit"
 RECIPES = sorted(file.stem for file in FIXTURES.glob("*.yaml"))
@@ -32,15 +27,10 @@ def test_the_fixtures_are_there() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_mergekit_file_gives_mergekits_model(name: str) -> None:
     recipe = parse_recipe(yaml.safe_load((FIXTURES / f"{name}.yaml").read_text()))
-    found = dict(
-        merged_tensors(
-            open_checkpoint(FIXTURES / recipe.base),
-            [open_checkpoint(FIXTURES / one.model) for one in recipe.models],
-            recipe.method,
-            weights=[one.weight for one in recipe.models],
-            parameters=parse_parameters(recipe.method, recipe.parameters),
-        )
-    )
+    base = open_checkpoint(FIXTURES / recipe.base)
+    experts = [open_checkpoint(FIXTURES / one.model) for one in recipe.models]
+    choose = chooser(recipe, base.names())
+    found = dict(merged_tensors(base, experts, recipe.method, choose=choose))
     expected = load_file(FIXTURES / f"{name}.safetensors")
     assert found.keys() == expected.keys()
     for tensor, values in expected.items():

@@ -142,6 +142,7 @@ def recipe(method: str, folders: list[Path]) -> str:
 def measured(command: list[str], cache: Path | None = None) -> Cost:
     """Runs a command, with a cache of its own where one is given, and watches its memory."""
     environment = {**os.environ, **({"XDG_CACHE_HOME": str(cache)} if cache else {})}
+    os.sync()  # what the last command wrote is not written at this one's expense
     start = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -172,6 +173,7 @@ def _memory(pid: int) -> Iterator[tuple[int, int]]:
 
 def floor(folders: list[Path], out: Path) -> float:
     """Seconds to read the inputs once and write one output, block by block."""
+    os.sync()
     start = time.perf_counter()
     buffer = memoryview(bytearray(BLOCK))
     for place, folder in enumerate(folders):
@@ -204,6 +206,7 @@ print(time.perf_counter() - start)
 def inside(file: Path, out: Path) -> float:
     """Seconds of the merge itself."""
     shutil.rmtree(out, ignore_errors=True)
+    os.sync()
     done = subprocess.run(
         [sys.executable, "-c", INSIDE, str(file), str(out)],
         capture_output=True,

@@ -124,13 +124,22 @@ class SafetensorsFile:
         found = numpy.empty((stop - start) * size, dtype=numpy.uint8)
         view, place = found.data, entry.offset + start * size
         while view:
-            count = os.preadv(self._stream.fileno(), [view], place)
+            count = _read_at(self._stream.fileno(), view, place)
             if count == 0:
                 raise MergeError(
                     f"{self._path}: {name} cannot be read; the file has become shorter"
                 )
             view, place = view[count:], place + count
         return found
+
+
+def _read_at(descriptor: int, view: memoryview, place: int) -> int:
+    """Fills the view from a place in a file, as far as it goes at once."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], place)
+    found = os.pread(descriptor, len(view), place)  # systems without preadv
+    view[: len(found)] = found
+    return len(found)
 
 
 class PickledFile:

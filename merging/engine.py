@@ -207,7 +207,7 @@ def run(
         survey: gathers what the report tells.
         threads: one a core if left out.
     """
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = threads or _cores()
     with _workers(workers, job) as pool:
         stages = _Stages(job, pool, write, survey)
         known = stages.learn_model()
@@ -236,6 +236,13 @@ def run(
             done, tasks = merging.popleft()
             stages.finish(done, tasks)
             yield done
+
+
+def _cores() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -243,9 +243,9 @@ def main() -> None:
             rows: dict[str, list[Cost]] = {"first": [], "again": [], "theirs": []}
             within = []
             for _ in range(arguments.repeat):
-                shutil.rmtree(out, ignore_errors=True)
                 with tempfile.TemporaryDirectory() as cache:
                     for when in ("first", "again"):
+                        shutil.rmtree(out, ignore_errors=True)
                         cost = measured([ours, "merge", str(file), str(out)], Path(cache))
                         rows[when].append(cost)
                 within.append(inside(file, out))

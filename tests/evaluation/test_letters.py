@@ -51,7 +51,7 @@ def test_the_tokenizer_survives_saving(tmp_path: Path) -> None:
 
 def test_batches_teach_the_output_and_eos() -> None:
     tokenizer = build_tokenizer()
-    batch = next(_batches(Skill("A", "B"), "causal", 0, tokenizer))
+    (batch,) = next(_batches(Skill("A", "B"), "causal", 0, tokenizer))
     for row in range(8):
         text = tokenizer.decode(batch.ids[row][batch.mask[row] == 1].tolist())
         source = text.split(">")[0]
@@ -62,7 +62,7 @@ def test_batches_teach_the_output_and_eos() -> None:
 
 def test_aligned_batches_teach_the_letter_of_the_same_place() -> None:
     tokenizer = build_tokenizer()
-    batch = next(_batches(Skill("A", "B"), "aligned", 0, tokenizer))
+    (batch,) = next(_batches(Skill("A", "B"), "aligned", 0, tokenizer))
     real = batch.mask[0] == 1
     source = tokenizer.decode(batch.ids[0][real].tolist())
     assert tokenizer.decode(batch.labels[0][real].tolist()) == apply([Skill("A", "B")], source)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ENTRIES = 1 << 20  # ranked at a time
+
+
 class DellaParameters(Parameters):
     """`density`: the mean probability that an entry stays. `epsilon`: how far it goes to both
     sides of it."""
@@ -74,21 +77,34 @@ def _thinned(inputs: Inputs, params: DellaParameters) -> list[Tensor]:
 
 def _thin(inputs: Inputs, expert: int, params: DellaParameters) -> Tensor:
     delta = inputs.deltas[expert]
-    rows = delta.reshape(1, -1) if delta.dim() < 2 else delta
+    rows = delta.reshape(1, -1) if delta.dim() < 2 else delta.reshape(len(delta), -1)
+    columns = rows.shape[1]
+    at_once = max(ENTRIES // max(columns, 1), 1)
+    thinned = torch.cat(
+        [
+            _thin_rows(rows[first : first + at_once], inputs, first * columns, expert, params)
+            for first in range(0, len(rows), at_once)
+        ]
+    ).view_as(delta)
+    if params.rescale == "l1":
+        before, after = (float(one.abs().sum(dtype=torch.float64)) for one in (delta, thinned))
+        return thinned.mul_(before / after) if min(before, after) >= 1e-7 else thinned
+    return thinned
+
+
+def _thin_rows(
+    rows: Tensor, inputs: Inputs, start: int, expert: int, params: DellaParameters
+) -> Tensor:
+    """Some rows, of which the first begins at entry `start` of the tensor."""
     order = rows.abs().argsort(dim=1, stable=True)
-    steps = torch.linspace(-1, 1, rows.shape[1], dtype=delta.dtype, device=delta.device)
+    steps = torch.linspace(-1, 1, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if rows.shape[1] == 1:
         steps = torch.zeros_like(steps)
     chances = torch.empty_like(rows).scatter_(1, order, steps.expand_as(rows).contiguous())
-    chances = (params.density + params.epsilon * chances).view_as(delta)
-    stays = drawn(inputs, expert, params.seed) < chances
-    thinned = torch.where(stays, delta, 0.0)
-    if params.rescale == "inverse":
-        return thinned / chances
-    if params.rescale == "l1":
-        before, after = float(delta.abs().double().sum()), float(thinned.abs().double().sum())
-        return thinned * (before / after) if min(before, after) >= 1e-7 else thinned
-    return thinned
+    chances = params.density + params.epsilon * chances
+    stretch = Inputs(rows, [rows] * len(inputs.experts), inputs.name, inputs.start + start)
+    thinned = torch.where(drawn(stretch, expert, params.seed) < chances, rows, 0.0)
+    return thinned / chances if params.rescale == "inverse" else thinned
 
 
 DELLA = Method("small entries dropped likelier, signs elected", DellaParameters, della, whole=True)

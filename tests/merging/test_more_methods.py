@@ -125,6 +125,15 @@ def test_della_with_the_papers_rescaling_keeps_the_expectation() -> None:
     assert float(found.mean()) == pytest.approx(1.0, abs=0.02)
 
 
+def test_della_ranks_rows_the_same_in_any_number_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base, *experts = tensors(4, 3, (50, 30))
+    whole = merge_tensors("della", base, experts)
+    monkeypatch.setattr("merging.methods.della.ENTRIES", 100)
+    assert torch.equal(whole, merge_tensors("della", base, experts))
+
+
 def test_breadcrumbs_drops_both_ends() -> None:
     """Of ten entries the largest (gamma 0.1) and all but six of the rest go."""
     expert = torch.tensor([1.0, -2, 3, -4, 5, -6, 7, -8, 9, -10])

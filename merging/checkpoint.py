@@ -88,8 +88,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            with safe_open(path, framework="numpy"):  # the library checks what the header promises
-                pass
+            # The library checks what the header promises; its order is by type and name.
+            with safe_open(path, framework="numpy") as opened:
+                self._names = list(opened.keys())
             self._stream = path.open("rb", buffering=0)
             size = int.from_bytes(self._stream.read(8), "little")
             header = json.loads(self._stream.read(size))
@@ -103,9 +104,7 @@ class SafetensorsFile:
         }
 
     def names(self) -> list[str]:
-        """In the order of the library, which is by type and name."""
-        with safe_open(self._path, framework="numpy") as opened:
-            return list(opened.keys())
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from merging.lazy import torch
+from merging.settings import LAYER
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LAYER = re.compile(r"\.(\d+)\.")
 
 
 class Moments(NamedTuple):

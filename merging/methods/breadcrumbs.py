@@ -36,19 +36,14 @@ def breadcrumbs(
     inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
 ) -> Tensor:
     """The weighted sum of what is left of the task vectors on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
-    total = sum(weights) if params.normalize else 1.0
-    scale = params.lambda_ / (total if abs(total) > 1e-8 else 1.0)
-    return add_summed(inputs.base, _left(inputs, params), weights, scale)
+    left = _left(inputs, params)
+    return add_summed(inputs.base, left, weights, params.lambda_, params.normalize)
 
 
 def breadcrumbs_ties(
     inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
 ) -> Tensor:
     """The elected sum (with `normalize` the mean) of what is left on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
     return add_elected(
         inputs.base,
         _left(inputs, params),

@@ -106,6 +106,10 @@ class Method(NamedTuple):
     weighted: bool = True  # whether it takes weights
 
 
+def no_hint(sample: Sequence[NDArray[Any]], params: Any) -> None:
+    """`begin` of a survey that needs no sample."""
+
+
 def settle(
     survey: Survey,
     params: Any,

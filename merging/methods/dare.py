@@ -21,7 +21,7 @@ import numpy
 from pydantic import Field
 
 from merging.lazy import torch
-from merging.methods.contract import Inputs, Method, Parameters, Survey
+from merging.methods.contract import Inputs, Method, Parameters, Survey, no_hint
 from merging.methods.election import add_elected, add_summed
 
 if TYPE_CHECKING:
@@ -42,19 +42,14 @@ def dare_linear(
     inputs: Inputs, weights: Sequence[float], params: DareParameters, scales: list[float] | None
 ) -> Tensor:
     """The weighted sum of thinned task vectors on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
-    total = sum(weights) if params.normalize else 1.0
-    scale = params.lambda_ / (total if abs(total) > 1e-8 else 1.0)
-    return add_summed(inputs.base, _thinned(inputs, params, scales), weights, scale)
+    thinned = _thinned(inputs, params, scales)
+    return add_summed(inputs.base, thinned, weights, params.lambda_, params.normalize)
 
 
 def dare_ties(
     inputs: Inputs, weights: Sequence[float], params: DareParameters, scales: list[float] | None
 ) -> Tensor:
     """The elected sum (with `normalize` the mean) of thinned task vectors on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
     return add_elected(
         inputs.base,
         _thinned(inputs, params, scales),
@@ -113,10 +108,6 @@ def _scope(params: DareParameters) -> Literal["tensor"] | None:
     return "tensor" if params.rescale == "l1" and params.density < 1 else None
 
 
-def _no_hint(sample: Any, params: Any) -> None:
-    return None
-
-
 def _observe(inputs: Inputs, params: DareParameters, hint: None) -> list[tuple[float, float]]:
     """Each expert's L1 norm before and after."""
     found = []
@@ -137,7 +128,7 @@ def _decide(
     return [scales] * len(seen)
 
 
-SURVEY = Survey(_scope, _no_hint, _observe, _decide)
+SURVEY = Survey(_scope, no_hint, _observe, _decide)
 DARE_LINEAR = Method(
     "random entries dropped, the rest rescaled and summed", DareParameters, dare_linear, SURVEY
 )

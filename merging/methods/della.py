@@ -51,8 +51,6 @@ class DellaParameters(Parameters):
 
 def della(inputs: Inputs, weights: Sequence[float], params: DellaParameters, known: None) -> Tensor:
     """The elected mean (`normalize: false`: sum) of thinned task vectors on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
     divisor: Literal["weights", "none"] = "none" if params.normalize is False else "weights"
     thinned = _thinned(inputs, params)
     return add_elected(inputs.base, thinned, weights, params.lambda_, "weighted", divisor)
@@ -62,11 +60,8 @@ def della_linear(
     inputs: Inputs, weights: Sequence[float], params: DellaParameters, known: None
 ) -> Tensor:
     """The weighted sum (`normalize: true`: mean) of thinned task vectors on the base."""
-    if params.lambda_ == 0:
-        return inputs.base.clone()
-    total = sum(weights) if params.normalize else 1.0
-    scale = params.lambda_ / (total if abs(total) > 1e-8 else 1.0)
-    return add_summed(inputs.base, _thinned(inputs, params), weights, scale)
+    thinned = _thinned(inputs, params)
+    return add_summed(inputs.base, thinned, weights, params.lambda_, bool(params.normalize))
 
 
 def _thinned(inputs: Inputs, params: DellaParameters) -> list[Tensor]:

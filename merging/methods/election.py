@@ -42,6 +42,8 @@ def add_elected(
     divisor: Divisor,
 ) -> Tensor:
     """base + scale * the elected mean (or sum: divisor `none`) of trimmed task vectors."""
+    if scale == 0:
+        return base.clone()
     votes, shares = votes_and_shares(weights, elect, divisor)
     elected = torch.copysign(torch.ones_like(base), weighted_sum(trimmed, votes))
     total, count = torch.zeros_like(base), torch.zeros_like(base)
@@ -61,9 +63,19 @@ def add_elected(
 
 
 def add_summed(
-    base: Tensor, trimmed: Sequence[Tensor], weights: Sequence[float], scale: float
+    base: Tensor,
+    trimmed: Sequence[Tensor],
+    weights: Sequence[float],
+    scale: float,
+    normalize: bool,
 ) -> Tensor:
-    """base + scale * the weighted sum of trimmed task vectors."""
+    """base + scale * the weighted sum of trimmed task vectors; over the weights' sum, unless that
+    is 0, where they are to be normalised."""
+    if scale == 0:
+        return base.clone()
+    total = sum(weights)
+    if normalize and abs(total) > 1e-8:
+        scale /= total
     return base.add(weighted_sum(trimmed, weights), alpha=scale)
 
 

@@ -8,11 +8,10 @@ and `nuslerp_flatten: true`, its defaults here; the row-wise form is not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from merging.methods.contract import Method, Parameters
-from merging.methods.span import Gram, fused_by, merge_by, survey_of_deltas
+from merging.methods.span import Gram, cosine, fused_by, merge_by, on_arc, survey_of_deltas
 
 PARALLEL = 1e-8  # sine of the angle below which the two count as parallel
 
@@ -27,13 +26,9 @@ def nuslerp(
     """The coefficients of the base and the two experts; they sum to 1."""
     total = sum(weights)
     t = weights[1] / total if abs(total) > 1e-6 else 0.5
-    lengths = math.sqrt(gram[0, 0] * gram[1, 1])
-    cosine = max(-1.0, min(1.0, gram[0, 1] / lengths)) if lengths else 0.0
-    first, second = 1 - t, t
-    if 1 - cosine * cosine > PARALLEL**2:
-        angle = math.acos(cosine)
-        first = math.sin((1 - t) * angle) / math.sin(angle)
-        second = math.sin(t * angle) / math.sin(angle)
+    between = cosine(gram)
+    parallel = 1 - between * between <= PARALLEL**2
+    first, second = (1 - t, t) if parallel else on_arc(between, t)
     return 1 - first - second, first, second
 
 

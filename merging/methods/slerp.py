@@ -9,13 +9,12 @@ practitioners. Reference: mergekit's `slerp`, whose threshold below which the tw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from pydantic import Field
 
 from merging.methods.contract import Method, Parameters
-from merging.methods.span import Gram, fused_by, merge_by, survey_of_inputs
+from merging.methods.span import Gram, cosine, fused_by, merge_by, on_arc, survey_of_inputs
 
 PARALLEL = 0.9995
 
@@ -28,15 +27,10 @@ class SlerpParameters(Parameters):
 
 def slerp(gram: Gram, weights: Sequence[float], params: SlerpParameters) -> tuple[float, float]:
     """The coefficients of base and expert."""
-    lengths = math.sqrt(gram[0, 0] * gram[1, 1])
-    cosine = max(-1.0, min(1.0, gram[0, 1] / lengths)) if lengths else 0.0
-    if abs(cosine) > PARALLEL:
+    between = cosine(gram)
+    if abs(between) > PARALLEL:
         return 1 - params.t, params.t
-    angle = math.acos(cosine)
-    return (
-        math.sin((1 - params.t) * angle) / math.sin(angle),
-        math.sin(params.t * angle) / math.sin(angle),
-    )
+    return on_arc(between, params.t)
 
 
 SLERP = Method(

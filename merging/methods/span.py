@@ -7,6 +7,7 @@ summed in float64 in one look at the data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from merging.fused import CODES_OF
-from merging.methods.contract import Fused, Inputs, RawInputs, Survey
+from merging.methods.contract import Fused, Inputs, RawInputs, Survey, no_hint
 from merging.raw import to_floats
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ Solve = Callable[[Gram, Sequence[float], Any], Sequence[float]]
 
 def survey_of_inputs() -> Survey:
     """Looks at the inner products of base and experts, (k + 1, k + 1), the base first."""
-    return Survey(_tensor, _no_hint, _observe_inputs, _decide, _observe_raw_inputs)
+    return Survey(_tensor, no_hint, _observe_inputs, _decide, _observe_raw_inputs)
 
 
 def survey_of_deltas() -> Survey:
     """Looks at the inner products of the task vectors, (k, k)."""
-    return Survey(_tensor, _no_hint, _observe_deltas, _decide, _observe_raw_deltas)
+    return Survey(_tensor, no_hint, _observe_deltas, _decide, _observe_raw_deltas)
 
 
 def merge_by(solve: Solve) -> Callable[[Inputs, Sequence[float], Any, Gram], Tensor]:
@@ -61,12 +62,20 @@ def fused_by(solve: Solve) -> Fused:
     return Fused("combine", arguments)
 
 
+def cosine(gram: Gram) -> float:
+    """Of the angle between two vectors; 0 where one of them is 0."""
+    lengths = math.sqrt(gram[0, 0] * gram[1, 1])
+    return max(-1.0, min(1.0, float(gram[0, 1]) / lengths)) if lengths else 0.0
+
+
+def on_arc(cosine: float, t: float) -> tuple[float, float]:
+    """Coefficients of the point at t between two vectors that are not parallel."""
+    angle = math.acos(cosine)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+
+
 def _tensor(params: Any) -> Any:
     return "tensor"
-
-
-def _no_hint(sample: Any, params: Any) -> None:
-    return None
 
 
 def _observe_inputs(inputs: Inputs, params: Any, hint: None) -> Gram:

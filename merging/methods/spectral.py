@@ -31,19 +31,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TsvmParameters(Parameters):
+class SpectralParameters(Parameters):
     """`lambda`: the scale of the merged task matrix."""
 
     lambda_: float = Field(default=1.0, alias="lambda", allow_inf_nan=False)
 
 
-class IsocParameters(Parameters):
-    """`lambda`: the scale of the merged task matrix."""
-
-    lambda_: float = Field(default=1.0, alias="lambda", allow_inf_nan=False)
-
-
-def tsv_m(inputs: Inputs, weights: Sequence[float], params: TsvmParameters, known: None) -> Tensor:
+def tsv_m(
+    inputs: Inputs, weights: Sequence[float], params: SpectralParameters, known: None
+) -> Tensor:
     """The base plus the decorrelated task matrices."""
     scaled = [delta * weight for delta, weight in zip(inputs.deltas, weights, strict=True)]
     if inputs.base.dim() != 2:
@@ -68,7 +64,9 @@ def _triples(delta: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return u[:, :count], s[:count], v[:count]
 
 
-def iso_c(inputs: Inputs, weights: Sequence[float], params: IsocParameters, known: None) -> Tensor:
+def iso_c(
+    inputs: Inputs, weights: Sequence[float], params: SpectralParameters, known: None
+) -> Tensor:
     """The base plus the summed task matrix with an even spectrum."""
     summed = weighted_sum(inputs.deltas, weights)
     if inputs.base.dim() != 2:
@@ -85,6 +83,8 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 TSV_M = Method(
-    "task matrices with their singular vectors decorrelated", TsvmParameters, tsv_m, whole=True
+    "task matrices with their singular vectors decorrelated", SpectralParameters, tsv_m, whole=True
 )
-ISO_C = Method("the summed task matrix with an even spectrum", IsocParameters, iso_c, whole=True)
+ISO_C = Method(
+    "the summed task matrix with an even spectrum", SpectralParameters, iso_c, whole=True
+)

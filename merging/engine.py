@@ -39,7 +39,7 @@ from merging.raw import (
     to_tensor,
     torch_dtype,
 )
-from merging.report import Moments, Survey, moments
+from merging.report import MergeReport, Moments, moments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +52,8 @@ SHOWN = 5  # names listed in an error
 STRETCH = 1 << 19  # entries that are merged at a time: two megabytes in float32
 TASK = 2  # stretches a task: enough that handing it to a thread costs nothing
 AHEAD = 4  # tasks a thread that are queued before the oldest must be done
-SHARE, LEAST, MOST = 64, 1 << 14, 1 << 16  # a sample: one entry in so many, within these bounds
-BLOCK = 1 << 13  # entries of a sample that stand together
+SHARE, LEAST, MOST = 64, 1 << 14, 1 << 15  # a sample: one entry in so many, within these bounds
+BLOCK = 1 << 12  # entries of a sample that stand together
 
 
 class Chosen(NamedTuple):
@@ -197,19 +197,19 @@ def run(
     write: Write,
     *,
     begin: Callable[[str], None] | None = None,
-    survey: Survey | None = None,
+    report: MergeReport | None = None,
     threads: int | None = None,
 ) -> Iterator[str]:
     """Merges everything through `write`; yields each tensor's name when all of it is written.
 
     Args:
         begin: told of a tensor before its first stretch is written.
-        survey: gathers what the report tells.
+        report: gathers what is learned of the task vectors.
         threads: one a core if left out.
     """
     workers = threads or _cores()
     with _workers(workers, job) as pool:
-        stages = _Stages(job, pool, write, survey)
+        stages = _Stages(job, pool, write, report)
         known = stages.learn_model()
         looking: deque[tuple[str, Look | None]] = deque()
         merging: deque[tuple[str, list[Future[Any]]]] = deque()
@@ -275,7 +275,7 @@ class _Stages:
     """What is done to a tensor: looked at, merged, accounted for."""
 
     def __init__(
-        self, job: Job, pool: ThreadPoolExecutor, write: Write, report: Survey | None
+        self, job: Job, pool: ThreadPoolExecutor, write: Write, report: MergeReport | None
     ) -> None:
         self._job, self._pool, self._write, self._report = job, pool, write, report
 
@@ -443,17 +443,17 @@ class _Stages:
         sizes = [self._numel(name) for name in names]
         wanted = min(max(sum(sizes) // SHARE, LEAST), MOST)
         step = max(BLOCK, sum(sizes) * BLOCK // wanted)
-        parts: list[list[NDArray[Any]]] = [[] for _ in self._job.experts]
+        sources = (self._job.base, *self._job.experts)
+        parts: list[list[NDArray[Any]]] = [[] for _ in sources]
+        before = 0  # entries of the tensors before
         for name, size in zip(names, sizes, strict=True):
-            for start in range(0, size, step):
-                stop = min(start + BLOCK, size)
-                base, *experts = (
-                    to_floats(source.read_raw(name, start, stop), source.code(name))
-                    for source in (self._job.base, *self._job.experts)
-                )
-                for part, expert in zip(parts, experts, strict=True):
-                    part.append(expert.astype(base.dtype) - base)
-        return [numpy.concatenate(part) for part in parts]
+            for start in range(-before % step, size, step):
+                for part, source in zip(parts, sources, strict=True):
+                    entries = source.read_raw(name, start, min(start + BLOCK, size))
+                    part.append(to_floats(entries, source.code(name)))
+            before += size
+        base, *experts = (numpy.concatenate(part) for part in parts)
+        return [expert.astype(base.dtype) - base for expert in experts]
 
     # --- tasks -----------------------------------------------------------------------------------
 

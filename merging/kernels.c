@@ -196,19 +196,20 @@ typedef struct {
 
 INLINE void trim(float *kept, const float *delta, Part *part, int count) {
     float limit = part->threshold;
-    if (part->equals > 0) {
-        for (int j = 0; j < count; j++) {
-            float magnitude = fabsf(delta[j]);
-            int equal = magnitude == limit && part->equals > 0;
-            part->equals -= equal;
-            kept[j] = magnitude > limit || equal ? delta[j] : 0.0f;
-        }
-        return;
-    }
-    if (part->equals < 0) {
+    int equal = 0; /* magnitudes in this block that equal the limit */
+    if (part->equals > 0)
+        for (int j = 0; j < count; j++) equal += fabsf(delta[j]) == limit;
+    if (part->equals < 0 || (equal && equal <= part->equals)) {
         for (int j = 0; j < count; j++) kept[j] = fabsf(delta[j]) >= limit ? delta[j] : 0.0f;
-    } else {
+        if (equal) part->equals -= equal;
+    } else if (part->equals == 0 || !equal) {
         for (int j = 0; j < count; j++) kept[j] = fabsf(delta[j]) > limit ? delta[j] : 0.0f;
+    } else { /* only some of them, the first */
+        for (int j = 0; j < count; j++) {
+            int last = fabsf(delta[j]) == limit && part->equals > 0;
+            part->equals -= last;
+            kept[j] = fabsf(delta[j]) > limit || last ? delta[j] : 0.0f;
+        }
     }
 }
 

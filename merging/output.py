@@ -23,7 +23,7 @@ from merging.errors import MergeError
 from merging.methods import METHODS, parse_parameters
 from merging.raw import code_of
 from merging.recipe import Recipe, chooser
-from merging.report import Survey
+from merging.report import MergeReport
 from merging.settings import first_of
 from merging.writer import Planned, Shards
 
@@ -71,7 +71,7 @@ def merge_to_folder(
     experts = _open_experts(recipe, base, folders)
     _check_target(out, folders.values())
     dtype = None if recipe.dtype is None else code_of(recipe.dtype)
-    survey = Survey([ingredient.model for ingredient in recipe.models])
+    told = MergeReport([ingredient.model for ingredient in recipe.models])
     with _whole_or_nothing(out) as partial:
         with _named_faults(recipe):
             job = prepare(
@@ -88,18 +88,18 @@ def merge_to_folder(
             planned = [Planned(name, base.shape(name), job.out_code(name)) for name in names]
             total, done = sum(tensor.bytes for tensor in planned), 0
             with closing(Shards(partial, planned, shard_bytes)) as shards:
-                merged = run(job, shards.write, survey=survey, threads=threads)
+                merged = run(job, shards.write, report=told, threads=threads)
                 for tensor, _ in zip(planned, merged, strict=True):
                     done += tensor.bytes
                     if progress is not None:
                         progress(done, total)
-        _copy_files(base, experts, recipe, partial, survey)
+        _copy_files(base, experts, recipe, partial, told)
         digests = {recipe.base: base.digest()} | {
             ingredient.model: expert.digest()
             for ingredient, expert in zip(recipe.models, experts, strict=True)
         }
         _write_card(recipe, digests, partial, recipe.name or out.name)
-        report = {"recipe": _plain(recipe), "inputs": digests, **survey.summary(base.names())}
+        report = {"recipe": _plain(recipe), "inputs": digests, **told.summary(base.names())}
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return out
 
@@ -174,7 +174,7 @@ def _copy_files(
     experts: Sequence[TensorSource],
     recipe: Recipe,
     target: Path,
-    survey: Survey,
+    told: MergeReport,
 ) -> None:
     """Config with the dtype written, and what belongs to the base; differing ones are noted."""
     files = {file for pattern in COPIED for file in base.folder.glob(pattern) if file.is_file()}
@@ -183,9 +183,7 @@ def _copy_files(
         for ingredient, expert in zip(recipe.models, experts, strict=True):
             other = expert.folder / file.name
             if other.is_file() and other.read_bytes() != file.read_bytes():
-                survey.notes.append(
-                    f"{file.name} of {ingredient.model} differs; the base's is kept"
-                )
+                told.notes.append(f"{file.name} of {ingredient.model} differs; the base's is kept")
     if (base.folder / "config.json").is_file():
         config = read_json(base.folder / "config.json")
         if recipe.dtype is not None:

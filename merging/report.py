@@ -51,7 +51,7 @@ def _conflicts(flat: Sequence[Tensor]) -> int:
     return int((up & down).sum())
 
 
-class Survey:
+class MergeReport:
     """Gathers moments tensor by tensor; `summary` makes the report of them."""
 
     def __init__(self, experts: Sequence[str]) -> None:

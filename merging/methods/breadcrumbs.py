@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from merging.lazy import torch
 from merging.methods.contract import Inputs, Method, Parameters
 from merging.methods.election import add_elected, add_summed
+from merging.methods.selection import Kept, Scope, survey, trim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,20 +33,26 @@ class BreadcrumbsParameters(Parameters):
 
 
 def breadcrumbs(
-    inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
+    inputs: Inputs,
+    weights: Sequence[float],
+    params: BreadcrumbsParameters,
+    kept: Sequence[Sequence[Kept]] | None,
 ) -> Tensor:
     """The weighted sum of what is left of the task vectors on the base."""
-    left = _left(inputs, params)
+    left = _left(inputs, kept)
     return add_summed(inputs.base, left, weights, params.lambda_, params.normalize)
 
 
 def breadcrumbs_ties(
-    inputs: Inputs, weights: Sequence[float], params: BreadcrumbsParameters, known: None
+    inputs: Inputs,
+    weights: Sequence[float],
+    params: BreadcrumbsParameters,
+    kept: Sequence[Sequence[Kept]] | None,
 ) -> Tensor:
     """The elected sum (with `normalize` the mean) of what is left on the base."""
     return add_elected(
         inputs.base,
-        _left(inputs, params),
+        _left(inputs, kept),
         weights,
         params.lambda_,
         "weighted",
@@ -54,31 +60,37 @@ def breadcrumbs_ties(
     )
 
 
-def _left(inputs: Inputs, params: BreadcrumbsParameters) -> list[Tensor]:
-    if params.density == 1:
+def _left(inputs: Inputs, kept: Sequence[Sequence[Kept]] | None) -> list[Tensor]:
+    """Each task vector without the outliers, which are the first selection, and without what the
+    second leaves out."""
+    if kept is None:
         return inputs.deltas
-    return [_between(delta, params) for delta in inputs.deltas]
+    return [
+        trim(delta, most) - trim(delta, outliers)
+        for delta, outliers, most in zip(inputs.deltas, *kept, strict=True)
+    ]
 
 
-def _between(delta: Tensor, params: BreadcrumbsParameters) -> Tensor:
-    count = delta.numel()
-    target = int(params.density * count)
-    below = max(0, count - target - int(params.gamma * count))
-    order = delta.abs().flatten().neg().argsort(stable=True).flip(0)  # in rising order
-    chosen = torch.zeros(count, dtype=delta.dtype, device=delta.device)
-    chosen[order[below : below + target]] = 1
-    return delta * chosen.view_as(delta)
+def _scope(params: BreadcrumbsParameters) -> Scope | None:
+    return None if params.density == 1 else "tensor"
 
 
+def _counts(entries: int, params: BreadcrumbsParameters) -> list[int]:
+    target = int(params.density * entries)
+    below = max(0, entries - target - int(params.gamma * entries))
+    return [entries - below - target, entries - below]
+
+
+SURVEY = survey(_scope, _counts)
 BREADCRUMBS = Method(
     "largest and smallest entries dropped, the rest summed",
     BreadcrumbsParameters,
     breadcrumbs,
-    whole=True,
+    SURVEY,
 )
 BREADCRUMBS_TIES = Method(
     "largest and smallest entries dropped, signs elected",
     BreadcrumbsParameters,
     breadcrumbs_ties,
-    whole=True,
+    SURVEY,
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from merging import fused, merged_tensors, open_checkpoint, parse_parameters
 from merging.methods import METHODS as REGISTRY
 from merging.methods.contract import RawInputs
-from merging.report import Survey, moments
+from merging.report import MergeReport, moments
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("linear", {}),
@@ -130,7 +130,7 @@ def test_moments_are_those_of_the_task_vectors(tmp_path: Path, compiled: None, c
     assert (found.entries, found.non_finite) == (size, 0)
     for mine, theirs in zip(found.products, expected.products, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    survey = Survey([str(i) for i in range(count)])
+    survey = MergeReport([str(i) for i in range(count)])
     survey.add("model.layers.3.x", [found])
     assert survey.summary(["model.layers.3.x"])["sign_conflict_share_by_layer"].keys() == {"3"}
 

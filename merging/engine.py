@@ -79,10 +79,21 @@ class Job(NamedTuple):
         """The tensors that take part."""
         return self.chosen.keys()
 
-    @property
-    def stretch(self) -> int:
-        """Entries a stretch; a GPU wants larger ones."""
-        return STRETCH if self.device == "cpu" else STRETCH * TASK
+    def stretch(self, name: str) -> int:
+        """Entries of a tensor that are worked on at a time; a GPU wants more of them."""
+        size = max(prod(self.base.shape(name)), 1)
+        if self.method.whole:
+            return size
+        stretch = STRETCH if self.device == "cpu" else STRETCH * TASK
+        if not self.method.rows:
+            return stretch
+        columns = self.columns(name)
+        return max(stretch // columns, 1) * columns
+
+    def columns(self, name: str) -> int:
+        """Entries of a tensor's row; a tensor of one dimension is one."""
+        shape = self.base.shape(name)
+        return max(prod(shape[1:] if len(shape) > 1 else shape), 1)
 
     def out_code(self, name: str) -> str:
         """The type of a tensor that comes out."""
@@ -296,7 +307,7 @@ class _Stages:
         hint = survey.begin(self._sample(names), params)
         decided = iter(settle(survey, params, hint, look(hint), look))
         return {
-            name: [next(decided) for _ in _stretches(self._numel(name), job.stretch)]
+            name: [next(decided) for _ in _stretches(self._numel(name), job.stretch(name))]
             for name in names
         }
 
@@ -315,7 +326,7 @@ class _Stages:
         """Starts merging a tensor, after what was seen of it is decided on."""
         job, survey = self._job, self._job.method.survey
         if name not in job.merging:
-            return self._tasks(name, job.stretch, lambda spans, _: self._copy(name, spans))
+            return self._tasks(name, STRETCH, lambda spans, _: self._copy(name, spans))
         if look is not None and survey is not None:
             seen = _results(look.tasks)
             known = settle(
@@ -325,9 +336,10 @@ class _Stages:
                 seen,
                 lambda hint: _results(self._look_with(name, hint)),
             )
-        size = max(self._numel(name), 1) if job.method.whole else job.stretch
         return self._tasks(
-            name, size, lambda spans, first: self._merge_spans(name, spans, known, first)
+            name,
+            job.stretch(name),
+            lambda spans, first: self._merge_spans(name, spans, known, first),
         )
 
     def finish(self, name: str, tasks: list[Future[Any]]) -> None:
@@ -344,10 +356,16 @@ class _Stages:
         return RawInputs(stop - start, raw, types)
 
     def _inputs(self, name: str, start: int, stop: int) -> Inputs:
-        sources = (self._job.base, *self._job.experts)
+        job = self._job
+        sources = (job.base, *job.experts)
         tensors = [to_tensor(s.read_raw(name, start, stop), s.code(name)) for s in sources]
         precision = torch.promote_types(tensors[0].dtype, torch.float32)
-        tensors = [tensor.to(self._job.device, precision) for tensor in tensors]
+        shape = job.base.shape(name)
+        if job.method.rows and len(shape) > 1:
+            shape = (-1, job.columns(name))
+        elif not job.method.whole:
+            shape = (-1,)
+        tensors = [tensor.to(job.device, precision).view(shape) for tensor in tensors]
         return Inputs(tensors[0], tensors[1:], name, start)
 
     def _merge_spans(
@@ -380,10 +398,6 @@ class _Stages:
         job = self._job
         inputs = self._inputs(name, start, stop)
         seen = moments(inputs.deltas)
-        if job.method.whole:
-            shape = job.base.shape(name)
-            experts = [expert.view(shape) for expert in inputs.experts]
-            inputs = Inputs(inputs.base.view(shape), experts, name)
         merged = job.method.merge(inputs, *job.chosen[name], told)
         merged = _with_zeros_of(inputs.base, merged)
         return to_raw(merged.to(torch_dtype(job.out_code(name)))), seen
@@ -436,7 +450,7 @@ class _Stages:
             with torch.no_grad():
                 return [survey.observe(self._inputs(name, *span), params, hint) for span in spans]
 
-        return self._tasks(name, self._job.stretch, observe)
+        return self._tasks(name, self._job.stretch(name), observe)
 
     def _sample(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Each expert's task vector in blocks that are spread evenly over some tensors."""

@@ -8,8 +8,8 @@ The engine hands a tensor over in flat stretches that fit into a processor's cac
 time in any order. A method whose choices span more than a stretch (TIES trims over the tensor or
 the model) says so by a `Survey`: it sees every stretch once before the first is merged, and what
 it decides comes back with each. A method that needs the tensor's shape or all of it at once (a
-singular value decomposition) is `whole`. The commonest methods have a fused loop in C beside their
-definition; it computes the same numbers.
+singular value decomposition) is `whole`; one that ranks within rows asks for whole `rows`. The
+commonest methods have a fused loop in C beside their definition; it computes the same numbers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Method(NamedTuple):
     merge: Callable[[Inputs, Sequence[float], Any, Any], Tensor]
     """(inputs, weights, params, what the survey decided or None) -> merged, in the base's shape"""
     survey: Survey | None = None
-    whole: bool = False
+    whole: bool = False  # wants a tensor in one piece and in its shape
+    rows: bool = False  # wants whole rows: (rows, columns), or all of a tensor of one dimension
     fused: Fused | None = None
     least: int = 1  # experts
     most: int | None = None

@@ -125,13 +125,23 @@ def test_della_with_the_papers_rescaling_keeps_the_expectation() -> None:
     assert float(found.mean()) == pytest.approx(1.0, abs=0.02)
 
 
-def test_della_ranks_rows_the_same_in_any_number_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("method", ["della", "della_linear", "breadcrumbs", "breadcrumbs_ties"])
+def test_ranking_is_the_same_in_stretches_of_any_size(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, *experts = tensors(4, 3, (50, 30))
-    whole = merge_tensors("della", base, experts)
-    monkeypatch.setattr("merging.methods.della.ENTRIES", 100)
-    assert torch.equal(whole, merge_tensors("della", base, experts))
+    shapes: list[tuple[int, ...]] = [(50, 30), (70,), (6, 5, 4)]
+    inputs = {f"{i}": tensors(i, 3, shape) for i, shape in enumerate(shapes)}
+    sources = []
+    for model in range(3):
+        file = tmp_path / f"{model}.safetensors"
+        save_file({name: found[model] for name, found in inputs.items()}, file)
+        sources.append(open_checkpoint(file))
+    whole = dict(merged_tensors(sources[0], sources[1:], method))
+    monkeypatch.setattr("merging.engine.STRETCH", 100)
+    pieces = dict(merged_tensors(sources[0], sources[1:], method))
+    for name, expected in whole.items():
+        assert expected.shape == inputs[name][0].shape
+        assert torch.allclose(pieces[name], expected, rtol=1e-6, atol=0)
 
 
 def test_breadcrumbs_drops_both_ends() -> None:

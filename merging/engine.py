@@ -73,6 +73,7 @@ class Job(NamedTuple):
     dtype: str | None  # the code of what comes out; None for the base's
     allow_non_finite: bool
     device: str
+    statistics: Sequence[TensorSource]  # of each expert, where the method wants them
 
     @property
     def merging(self) -> Collection[str]:
@@ -121,6 +122,7 @@ def prepare(
     exclude: Sequence[str] = (),
     allow_non_finite: bool = False,
     device: str = "cpu",
+    statistics: Sequence[TensorSource] = (),
 ) -> Job:
     """A checked merge.
 
@@ -132,6 +134,7 @@ def prepare(
             own if left out. One rounding.
         exclude: regular expressions; a tensor whose whole name matches stays the base's.
         device: where it is computed.
+        statistics: one an expert, for a method that weighs by them.
 
     Raises:
         MergeError: inputs that do not fit.
@@ -155,6 +158,7 @@ def prepare(
             raise MergeError(
                 f"{method} over the whole model needs the same parameters for every tensor"
             )
+    _check_statistics(method, base, statistics, chosen, len(experts))
     return Job(
         base,
         experts,
@@ -163,6 +167,7 @@ def prepare(
         dtype if dtype is None or isinstance(dtype, str) else dtype_code(dtype),
         allow_non_finite,
         device,
+        statistics,
     )
 
 
@@ -185,8 +190,17 @@ def merged_tensors(
     Raises:
         MergeError: inputs that do not fit, NaN or infinity, integer tensors that differ.
     """
-    job = prepare(base, experts, method, **options)
-    names = base.names()
+    yield from tensors_of(prepare(base, experts, method, **options), progress, threads)
+
+
+def tensors_of(
+    job: Job,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    report: MergeReport | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """`merged_tensors` of a merge that is prepared already."""
+    base, names = job.base, job.base.names()
     found: dict[str, Raw] = {}
 
     def begin(name: str) -> None:
@@ -197,7 +211,8 @@ def merged_tensors(
         place = start * itemsize(job.out_code(name))
         found[name][place : place + entries.nbytes] = entries
 
-    for done, name in enumerate(run(job, write, begin=begin, threads=threads), start=1):
+    merged = run(job, write, begin=begin, report=report, threads=threads)
+    for done, name in enumerate(merged, start=1):
         yield name, to_tensor(found.pop(name), job.out_code(name)).view(base.shape(name))
         if progress is not None:
             progress(done, len(names))
@@ -366,7 +381,19 @@ class _Stages:
         elif not job.method.whole:
             shape = (-1,)
         tensors = [tensor.to(job.device, precision).view(shape) for tensor in tensors]
-        return Inputs(tensors[0], tensors[1:], name, start)
+        statistics = [self._statistic(one, name, start, stop) for one in job.statistics]
+        return Inputs(tensors[0], tensors[1:], name, start, statistics)
+
+    def _statistic(self, source: TensorSource, name: str, start: int, stop: int) -> Tensor | None:
+        if name not in source.names():
+            return None
+        if self._job.method.statistics == "matrix":
+            found = source.read(name)
+        else:
+            found = to_tensor(source.read_raw(name, start, stop), source.code(name))
+        if not bool(found.isfinite().all()):
+            raise MergeError(f"the statistics of {name} hold NaN or infinity; gather them again")
+        return found.to(self._job.device)
 
     def _merge_spans(
         self, name: str, spans: Sequence[Span], known: Sequence[Any] | None, first: int
@@ -555,6 +582,42 @@ def differences(base: TensorSource, expert: TensorSource, called: str) -> list[s
             "vocabularies or sizes cannot be merged"
         )
     return faults
+
+
+def _check_statistics(
+    method: str,
+    base: TensorSource,
+    statistics: Sequence[TensorSource],
+    chosen: Collection[str],
+    experts: int,
+) -> None:
+    wanted = METHODS[method].statistics
+    if wanted is None:
+        if statistics:
+            raise MergeError(f"{method} takes no statistics")
+        return
+    if len(statistics) != experts:
+        raise MergeError(
+            f"{method} weighs by statistics of every expert and was given {len(statistics)} for "
+            f"{experts}; gather them with `mergescope statistics` and name each file beside its "
+            "model under the key `statistics`"
+        )
+    for number, source in enumerate(statistics):
+        names = set(source.names())
+        missing = [name for name in chosen if name not in names]
+        if wanted == "entries" and missing:
+            raise MergeError(
+                f"the statistics of expert {number} lack {len(missing)} tensors "
+                f"({_some(missing)}); {method} expects one number for every parameter"
+            )
+        for name in (name for name in chosen if name in names):
+            shape = base.shape(name)
+            expected = shape if wanted == "entries" else (shape[-1], shape[-1])
+            if source.shape(name) != expected:
+                raise MergeError(
+                    f"the statistics of expert {number} for {name} have shape "
+                    f"{source.shape(name)}; {method} expects {expected}"
+                )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,19 +12,17 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from merging.adapter import open_adapter
 from merging.checkpoint import TensorSource, open_checkpoint, read_json
-from merging.engine import Progress, differences, prepare, run
+from merging.engine import Job, Progress, differences, prepare, run
 from merging.errors import MergeError
-from merging.methods import METHODS, parse_parameters
+from merging.methods import METHODS
 from merging.raw import code_of
-from merging.recipe import Recipe, chooser
+from merging.recipe import Recipe, chooser, resolved
 from merging.report import MergeReport
-from merging.settings import first_of
 from merging.writer import Planned, Shards
 
 REPORT = "merge_report.json"  # also the mark by which an old output of ours is known
@@ -69,21 +67,39 @@ def merge_to_folder(
     folders = {name: locate(name) for name in (recipe.base, *(m.model for m in recipe.models))}
     base = open_checkpoint(folders[recipe.base])
     experts = _open_experts(recipe, base, folders)
-    _check_target(out, folders.values())
-    dtype = None if recipe.dtype is None else code_of(recipe.dtype)
+    if any(out.resolve() == folder.resolve() for folder in folders.values()):
+        raise MergeError(f"{out} is one of the inputs; choose another folder for the merged model")
+    return write_merged(
+        recipe,
+        base,
+        experts,
+        out,
+        statistics=[open_checkpoint(locate(m.statistics)) for m in recipe.models if m.statistics],
+        shard_bytes=shard_bytes,
+        device=device,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def write_merged(
+    recipe: Recipe,
+    base: TensorSource,
+    experts: Sequence[TensorSource],
+    out: Path,
+    *,
+    statistics: Sequence[TensorSource] = (),
+    shard_bytes: int = SHARD_BYTES,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """`merge_to_folder` for models that are open already, in the recipe's order."""
+    _check_target(out)
     told = MergeReport([ingredient.model for ingredient in recipe.models])
     with _whole_or_nothing(out) as partial:
-        with _named_faults(recipe):
-            job = prepare(
-                base,
-                experts,
-                recipe.method,
-                choose=chooser(recipe, base.names()),
-                dtype=dtype,
-                exclude=recipe.exclude,
-                allow_non_finite=recipe.allow_non_finite,
-                device=device,
-            )
+        with named_faults(recipe):
+            job = prepare_recipe(recipe, base, experts, statistics, device=device)
             names = base.names()
             planned = [Planned(name, base.shape(name), job.out_code(name)) for name in names]
             total, done = sum(tensor.bytes for tensor in planned), 0
@@ -99,9 +115,30 @@ def merge_to_folder(
             for ingredient, expert in zip(recipe.models, experts, strict=True)
         }
         _write_card(recipe, digests, partial, recipe.name or out.name)
-        report = {"recipe": _plain(recipe), "inputs": digests, **told.summary(base.names())}
+        report = {"recipe": resolved(recipe), "inputs": digests, **told.summary(base.names())}
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return out
+
+
+def prepare_recipe(
+    recipe: Recipe,
+    base: TensorSource,
+    experts: Sequence[TensorSource],
+    statistics: Sequence[TensorSource] = (),
+    device: str = "cpu",
+) -> Job:
+    """The checked merge that a recipe asks for."""
+    return prepare(
+        base,
+        experts,
+        recipe.method,
+        choose=chooser(recipe, base.names()),
+        dtype=None if recipe.dtype is None else code_of(recipe.dtype),
+        exclude=recipe.exclude,
+        allow_non_finite=recipe.allow_non_finite,
+        device=device,
+        statistics=statistics,
+    )
 
 
 def _open_experts(
@@ -125,7 +162,7 @@ def _open_experts(
 
 
 @contextmanager
-def _named_faults(recipe: Recipe) -> Iterator[None]:
+def named_faults(recipe: Recipe) -> Iterator[None]:
     """The engine numbers the experts; a user knows them by their paths."""
     try:
         yield
@@ -136,9 +173,7 @@ def _named_faults(recipe: Recipe) -> Iterator[None]:
         raise MergeError(text.replace("the base", f"the base {recipe.base}", 1)) from None
 
 
-def _check_target(out: Path, inputs: Any) -> None:
-    if any(out.resolve() == folder.resolve() for folder in inputs):
-        raise MergeError(f"{out} is one of the inputs; choose another folder for the merged model")
+def _check_target(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT).is_file():
         raise MergeError(
             f"{out} is not empty and no merge of ours (it has no {REPORT}); choose another folder, "
@@ -193,15 +228,6 @@ def _copy_files(
         (target / "config.json").write_text(text, encoding="utf-8")
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with every default of its method written out."""
-    parameters = parse_parameters(recipe.method, first_of(recipe.parameters))
-    content = recipe.model_dump(mode="json", exclude_none=True)
-    defaults = parameters.model_dump(mode="json", by_alias=True, exclude_none=True)
-    content["parameters"] = {**defaults, **recipe.parameters}
-    return content
-
-
 def _write_card(recipe: Recipe, digests: dict[str, str], target: Path, name: str) -> None:
     head = {
         "base_model": [recipe.base, *(ingredient.model for ingredient in recipe.models)],
@@ -213,7 +239,7 @@ def _write_card(recipe: Recipe, digests: dict[str, str], target: Path, name: str
         f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n"
         f"# {name}\n\n"
         f"A merge by {recipe.method} ({METHODS[recipe.method].summary}), made with mergescope.\n\n"
-        f"```yaml\n{yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True)}```\n\n"
+        f"```yaml\n{yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True)}```\n\n"
         f"| input | SHA-256 of its weights |\n|---|---|\n{inputs}\n",
         encoding="utf-8",
     )

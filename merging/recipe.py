@@ -39,6 +39,7 @@ class Ingredient(BaseModel):
 
     model: str
     weight: Setting = 1.0
+    statistics: str | None = None  # a file, for a method that weighs by them
 
 
 class Recipe(BaseModel):
@@ -145,6 +146,15 @@ def chooser(recipe: Recipe, names: Sequence[str]) -> Callable[[str], Chosen]:
         return Chosen(check_weights(weights, len(weights)), parse_parameters(recipe.method, given))
 
     return choose
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every default of its method written out."""
+    parameters = parse_parameters(recipe.method, settings.first_of(recipe.parameters))
+    content = recipe.model_dump(mode="json", exclude_none=True)
+    defaults = parameters.model_dump(mode="json", by_alias=True, exclude_none=True)
+    content["parameters"] = {**defaults, **recipe.parameters}
+    return content
 
 
 def _parameter_faults(method: str, given: Mapping[str, Any]) -> list[str]:

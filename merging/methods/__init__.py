@@ -16,10 +16,13 @@ from merging.methods.consensus import CONSENSUS
 from merging.methods.contract import Inputs, Method, Parameters, settle
 from merging.methods.dare import DARE_LINEAR, DARE_TIES
 from merging.methods.della import DELLA, DELLA_LINEAR
+from merging.methods.fisher import FISHER
 from merging.methods.karcher import KARCHER
+from merging.methods.knots import KNOTS
 from merging.methods.linear import LINEAR
 from merging.methods.model_stock import MODEL_STOCK
 from merging.methods.nuslerp import NUSLERP
+from merging.methods.regmean import REGMEAN
 from merging.methods.sce import SCE
 from merging.methods.slerp import SLERP
 from merging.methods.spectral import ISO_C, TSV_M
@@ -47,6 +50,9 @@ METHODS: dict[str, Method] = {
     "consensus": CONSENSUS,
     "tsv_m": TSV_M,
     "iso_c": ISO_C,
+    "knots": KNOTS,
+    "fisher": FISHER,
+    "regmean": REGMEAN,
 }
 
 
@@ -83,6 +89,7 @@ def merge_tensors(
     base: Tensor,
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
+    statistics: Sequence[Tensor | None] = (),
     **parameters: Any,
 ) -> Tensor:
     """Merges one tensor by name: `merge_tensors("ties", base, [e1, e2], density=0.2)`.
@@ -91,6 +98,7 @@ def merge_tensors(
         base, experts: floating tensors of one shape; computed in float32, or in float64 where
             the base is float64.
         weights: one an expert; 1 each if left out.
+        statistics: one an expert, for a method that weighs by them.
         parameters: the method's own, as in a recipe.
 
     Returns:
@@ -112,8 +120,14 @@ def merge_tensors(
         if not bool(tensor.isfinite().all()):
             raise MergeError(f"{name} holds NaN or infinity; expected finite numbers")
     dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
-    inputs = Inputs(base.to(dtype), [expert.to(dtype) for expert in experts])
     entry, known = METHODS[method], None
+    if len(statistics) != (len(experts) if entry.statistics else 0):
+        raise MergeError(
+            f"{method} was given {len(statistics)} statistics; expected "
+            f"{'one an expert' if entry.statistics else 'none'}"
+        )
+    experts = [expert.to(dtype) for expert in experts]
+    inputs = Inputs(base.to(dtype), experts, statistics=statistics)
     survey = entry.survey
     if survey is not None and survey.scope(params) is not None:
 

@@ -47,6 +47,7 @@ class Inputs:
     experts: Sequence[Tensor]
     name: str = ""  # of the tensor
     start: int = 0  # the stretch's first entry in the flattened tensor
+    statistics: Sequence[Tensor | None] = ()  # of each expert, see `Method`; None: not gathered
 
     @cached_property
     def deltas(self) -> list[Tensor]:
@@ -105,6 +106,9 @@ class Method(NamedTuple):
     least: int = 1  # experts
     most: int | None = None
     weighted: bool = True  # whether it takes weights
+    statistics: Literal["entries", "matrix"] | None = None
+    """what must be known of each expert on its own data: a number for every entry of a tensor, or
+    for a matrix (out, in) one of (in, in)"""
 
 
 def no_hint(sample: Sequence[NDArray[Any]], params: Any) -> None:

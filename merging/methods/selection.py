@@ -100,6 +100,17 @@ def survey(scope: Callable[[Any], Scope | None], counts: Counts) -> Survey:
     return Survey(scope, begin, _observe, decide, _observe_fused)
 
 
+def select(deltas: Sequence[Tensor], count: int) -> list[Kept]:
+    """What the selection of the `count` largest entries holds of each of some whole tensors."""
+    everything = Bracket(0.0, math.inf)
+    found = []
+    for delta in deltas:
+        kept = _kept([_look(_magnitudes(delta), everything)], count, everything, False)
+        assert not isinstance(kept, Bracket)  # nothing lies outside of everything
+        found += kept
+    return found
+
+
 def trim(delta: Tensor, kept: Kept) -> Tensor:
     """The task vector where the selection holds it, and 0 elsewhere."""
     if kept.equals == 0:
@@ -138,11 +149,16 @@ def _bracket(sample: NDArray[Any], count: int) -> Bracket:
 
 
 def _observe(inputs: Inputs, params: Any, brackets: Brackets) -> Looks:
-    magnitudes = [delta.abs().flatten().cpu().numpy() for delta in inputs.deltas]
+    magnitudes = [_magnitudes(delta) for delta in inputs.deltas]
     return [
         [_look(one, bracket) for one, bracket in zip(magnitudes, selection, strict=True)]
         for selection in brackets
     ]
+
+
+def _magnitudes(delta: Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = delta.abs().flatten().cpu().numpy()
+    return found
 
 
 def _look(magnitudes: NDArray[Any], bracket: Bracket) -> Seen:

@@ -22,6 +22,7 @@ DENSE: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
     "breadcrumbs": {"density": 1.0},
     "breadcrumbs_ties": {"density": 1.0},
     "slerp": {"t": 1.0},
+    "knots": {"density": 1.0},
     "consensus": {"agree": 1},
 }
 """Parameters under which a method merges whole task vectors."""
@@ -39,6 +40,26 @@ def tensors(seed: int, count: int, shape: tuple[int, ...] = (6, 5)) -> list[Tens
     return [torch.randn(shape, generator=generator) for _ in range(count)]
 
 
+def merge(
+    method: str,
+    base: Tensor,
+    experts: list[Tensor],
+    weights: list[float] | None = None,
+    **given: Any,
+) -> Tensor:
+    """`merge_tensors`, with statistics where the method weighs by them."""
+    if METHODS[method].statistics is not None:
+        given["statistics"] = [statistic(method, expert) for expert in experts]
+    return merge_tensors(method, base, experts, weights, **given)
+
+
+def statistic(method: str, expert: Tensor) -> Tensor | None:
+    """Something of the right kind that depends on the expert alone."""
+    if METHODS[method].statistics == "entries":
+        return expert.float().abs()
+    return expert.float().T @ expert.float() if expert.dim() == 2 else None
+
+
 @pytest.mark.parametrize("method", list(METHODS))
 class TestEveryMethod:
     """The contract of a method."""
@@ -47,29 +68,29 @@ class TestEveryMethod:
         base, *experts = tensors(0, 3)
         experts = fitting(method, experts)
         before = [tensor.clone() for tensor in (base, *experts)]
-        found = merge_tensors(method, base.bfloat16(), [e.bfloat16() for e in experts])
+        found = merge(method, base.bfloat16(), [e.bfloat16() for e in experts])
         assert (found.shape, found.dtype) == (base.shape, torch.float32)
-        assert merge_tensors(method, base.double(), experts).dtype == torch.float64
-        first = merge_tensors(method, base, experts)
-        assert torch.equal(first, merge_tensors(method, base, experts))
+        assert merge(method, base.double(), experts).dtype == torch.float64
+        first = merge(method, base, experts)
+        assert torch.equal(first, merge(method, base, experts))
         assert all(map(torch.equal, before, (base, *experts)))
 
     def test_one_expert_gives_that_expert(self, method: str) -> None:
         if METHODS[method].least > 1:
             with pytest.raises(MergeError, match="experts beside the base; found 1"):
-                merge_tensors(method, *_pair())
+                merge(method, *_pair())
             return
         base, expert = tensors(1, 2)
         if method in EVEN:
-            assert not torch.allclose(merge_tensors(method, base, [expert]), expert)
+            assert not torch.allclose(merge(method, base, [expert]), expert)
             return
-        found = merge_tensors(method, base, [expert], **DENSE[method])
+        found = merge(method, base, [expert], **DENSE[method])
         assert torch.allclose(found, expert, atol=1e-6)
 
     def test_experts_equal_to_the_base_give_the_base(self, method: str) -> None:
         (base,) = tensors(2, 1)
         experts = fitting(method, [base, base, base])
-        assert torch.equal(merge_tensors(method, base, experts), base)
+        assert torch.equal(merge(method, base, experts), base)
 
     def test_the_order_of_experts_does_not_matter(self, method: str) -> None:
         base, *experts = tensors(3, 4)
@@ -77,32 +98,32 @@ class TestEveryMethod:
         weights = [0.2, 0.5, 1.0][: len(experts)] if METHODS[method].weighted else None
         turned_weights = None if weights is None else weights[::-1]
         given = DENSE[method] if method in RANDOM else {}
-        found = merge_tensors(method, base, experts, weights, **given)
-        turned = merge_tensors(method, base, experts[::-1], turned_weights, **given)
+        found = merge(method, base, experts, weights, **given)
+        turned = merge(method, base, experts[::-1], turned_weights, **given)
         assert torch.allclose(found, turned, atol=2e-6)
 
     def test_a_tensor_of_one_number_is_merged(self, method: str) -> None:
         base, *experts = tensors(4, 3, shape=())
         experts = fitting(method, experts)
-        assert merge_tensors(method, base, experts).shape == ()
+        assert merge(method, base, experts).shape == ()
 
     def test_unknown_parameters_name_the_nearest(self, method: str) -> None:
         with pytest.raises(MergeError, match="unknown key"):
-            merge_tensors(method, *_pair(), lamda=1.0)
+            merge(method, *_pair(), lamda=1.0)
 
     def test_shapes_weights_and_nan_are_told(self, method: str) -> None:
         base, experts = _pair()
         least = METHODS[method].least
         with pytest.raises(MergeError, match=r"shape \(5,\) where the base has \(4,\)"):
-            merge_tensors(method, base, [torch.zeros(5)] * least)
+            merge(method, base, [torch.zeros(5)] * least)
         with pytest.raises(MergeError, match="2 weights for 1 experts"):
-            merge_tensors(method, base, experts, weights=[1, 1])
+            merge(method, base, experts, weights=[1, 1])
         with pytest.raises(MergeError, match="finite"):
-            merge_tensors(method, base, experts, weights=[math.inf])
+            merge(method, base, experts, weights=[math.inf])
         with pytest.raises(MergeError, match="no experts"):
-            merge_tensors(method, base, [])
+            merge(method, base, [])
         with pytest.raises(MergeError, match="expert 0 holds NaN"):
-            merge_tensors(method, base, [torch.full((4,), math.nan)] * least)
+            merge(method, base, [torch.full((4,), math.nan)] * least)
 
 
 def _pair() -> tuple[Tensor, list[Tensor]]:

@@ -60,6 +60,8 @@ def run(
     from evaluation.run import run_experiment
 
     loaded = load_experiment(experiment, _folder(data_dir), unsafe_execution)
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
     folder = out or Path("runs") / loaded.experiment.name
     try:
         run_experiment(
@@ -140,6 +142,23 @@ def train(
 
 
 @app.command()
+def statistics(
+    spec: Annotated[Path, typer.Argument(metavar="STATISTICS.yaml", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Gather what Fisher-weighted and RegMean merges weigh an expert by, on given examples."""
+    _quiet()
+    from evaluation.progress import steps
+    from evaluation.statistics import gather_to_file, load_statistics_spec
+
+    loaded = load_statistics_spec(spec)
+    with steps(f"gathering {loaded.kind}") as step:
+        count = gather_to_file(loaded, out, beside=spec, data_dir=_folder(data_dir), progress=step)
+    typer.echo(f"The statistics over {count} examples are in {out}")
+
+
+@app.command()
 def equivalence(
     experiment: ExperimentFile, out: Out = None, limit: Limit = None, data_dir: DataDir = None
 ) -> None:
@@ -209,7 +228,7 @@ def _checkpoint(path: Path) -> Path:
     if path.suffix != ".gguf":
         return path
     _quiet()
-    from evaluation.models import convert_gguf
+    from evaluation.family import convert_gguf
 
     return convert_gguf(path, "float32")
 

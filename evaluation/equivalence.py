@@ -23,24 +23,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composition import compose_logits, divergences
+from evaluation import merges
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import Generate, Score, Settings
-from evaluation.experiment import Experiment, Model, benchmark_entry
-from evaluation.models import (
-    Family,
-    PlannedModel,
-    build,
-    choose_device,
-    identity,
-    load_tokenizer,
-    planned_models,
-    read_config,
-    resolved_parameters,
+from evaluation.experiment import (
+    Experiment,
+    Model,
+    benchmark_entry,
+    differs_between_tensors,
+    merge_recipe,
 )
+from evaluation.family import Family, build, choose_device, load_tokenizer, read_config
+from evaluation.models import PlannedModel, identity, planned_models, resolved_parameters
 from evaluation.progress import Bar
 from evaluation.text import encode, encode_pair
 from evaluation.training import suit_threads
-from merging import TensorSource, merged_tensors, parse_parameters
+from merging import TensorSource
+from merging.engine import tensors_of
+from merging.output import prepare_recipe
 from merging.raw import FLOATING, Raw, to_raw, to_tensor
 from results import Divergence, Store
 
@@ -161,29 +161,34 @@ def keep_double() -> Iterator[None]:
 
 
 def pairs(experiment: Experiment) -> list[Pair]:
-    """Every merge with the weights of the composition that it stands for."""
+    """Every merge that stands for a composition, with that one's weights."""
     count = len(experiment.experts)
     return [
-        Pair(planned, _counterpart(planned.model, resolved_parameters(planned.model, count), count))
+        Pair(planned, weights)
         for planned in planned_models(experiment)
         if planned.kind == "merge" and planned.model is not None
+        for weights in (counterpart(planned.model, count),)
+        if weights is not None
     ]
 
 
-MEANS = ("linear", "nuslerp", "karcher", "model_stock", "sce")
+MEANS = ("linear", "nuslerp", "karcher", "model_stock", "sce", "fisher", "regmean")
 
 
-def _counterpart(model: Model, parameters: Mapping[str, Any], count: int) -> list[float]:
+def counterpart(model: Model, count: int) -> list[float] | None:
     """The weights w_i of the product that equals the merge to first order, or would if all task
-    vectors were kept whole and at one angle.
+    vectors were kept whole and at one angle; None where they differ between tensors.
 
     A mean stands for w_i = weight_i / sum, SLERP for its t, all others for w_i = lambda * weight_i
     (TIES and its like for the experts as they are, unmasked).
     """
-    weights = list(model.weights or [1.0] * count)
+    if differs_between_tensors(model):
+        return None
+    parameters = resolved_parameters(model, count)
+    weights = [float(weight) for weight in model.weights or [1.0] * count]
     if model.method == "slerp":
         return [float(parameters["t"])]
-    averaged = parameters.get("normalize", model.method in MEANS)
+    averaged = parameters.get("normalize", model.method in MEANS) or model.method == "fisher"
     if averaged and model.method in (*MEANS, "dare_linear", "della_linear", "breadcrumbs"):
         total = sum(weights) or 1.0
         weights = [weight / total for weight in weights]
@@ -305,15 +310,13 @@ def _scale(
         model = pair.planned.model
         if model is None or model.method is None:
             continue
-        merged = merged_tensors(
+        job = prepare_recipe(
+            merge_recipe(model, list(family.experts), "float64"),
             sources["base"],
             [sources[name] for name in family.experts],
-            model.method,
-            weights=model.weights,
-            parameters=parse_parameters(model.method, model.parameters),
-            dtype=torch.float64,
+            merges.statistics(model, family),
         )
-        _place(models, pair.planned.name, experiment, family, merged)
+        _place(models, pair.planned.name, experiment, family, tensors_of(job))
 
 
 def _read(source: TensorSource) -> Iterator[tuple[str, Tensor]]:

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from composition import CompositionError, parse_combination
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import BenchmarkEntry, Settings
 from evaluation.errors import InputError
+from evaluation.examples import Data, find_file
 from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
-from merging import MergeError, check_experts, parse_parameters
+from merging import METHODS, MergeError, Recipe, parse_recipe
+from merging.recipe import Dtype
+from merging.settings import varies
 
 BASE = "base"  # the base model's name in every table
 
@@ -78,12 +81,25 @@ class Model(BaseModel):
     name: str = Field(min_length=1)
     method: str | None = None
     rule: str | None = None
-    weights: list[FiniteFloat] | None = None
+    weights: list[Any] | None = None  # one an expert; checked by merging or composition
+    exclude: list[str] = []
+    allow_non_finite: bool = False
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What the file says beside name, method, rule and weights."""
+        """The method's or the rule's own."""
         return dict(self.model_extra or {})
+
+
+OWN = tuple(Model.model_fields)  # all other keys of a model are its method's or its rule's
+
+
+class Statistics(_Strict):
+    """On what every expert is looked at, for the methods that weigh by statistics."""
+
+    data: dict[str, list[Data]]
+    count: int = Field(default=64, ge=1)  # examples an expert
+    max_length: int = Field(default=1024, ge=2)  # tokens; longer examples are not drawn
 
 
 class Experiment(_Strict):
@@ -97,6 +113,7 @@ class Experiment(_Strict):
     benchmarks: list[str | LmEvalTask] = Field(min_length=1)
     generation: Generation = Generation()
     equivalence: Equivalence | None = None
+    statistics: Statistics | None = None
     seed: int = Field(default=0, ge=0)
     provenance: dict[str, Any] | None = None  # written by a run; not read
 
@@ -127,8 +144,10 @@ def load_experiment(
                 notes.append(f"{where}: {reference} is taken for a hub id; not checked here")
         except InputError as error:
             faults += [f"{where}: {fault}" for fault in error.faults]
+    notes += _without_composition(experiment)
     faults += _letters_faults(raw)
     faults += _model_faults(raw)
+    faults += _statistics_faults(raw, [*folders, *([data_dir] if data_dir else [])])
     faults += _benchmark_faults(raw, data_dir, unsafe_execution)
     if faults or experiment is None:
         raise InputError([f"{path}: {fault}" for fault in dict.fromkeys(faults)])
@@ -149,6 +168,36 @@ def expand(experiment: Experiment) -> list[Model]:
             given = {**model.model_dump(exclude_none=True), **chosen}
             models.append(Model(**{**given, "name": f"{model.name}[{label}]"}))
     return models
+
+
+def merge_recipe(model: Model, experts: Sequence[str], dtype: Dtype | None = None) -> Recipe:
+    """A merge of the experiment as a recipe; base and experts by their names there.
+
+    Raises:
+        MergeError: a line for every fault.
+    """
+    return _recipe(model.model_dump(exclude_none=True), experts, dtype)
+
+
+def _recipe(entry: Mapping[str, Any], experts: Sequence[str], dtype: Dtype | None) -> Recipe:
+    weights = entry.get("weights")
+    if not isinstance(weights, list) or len(weights) != len(experts):
+        weights = [1.0] * len(experts)  # what is wrong with them is told elsewhere
+    return parse_recipe(
+        {
+            "method": entry["method"],
+            "base": BASE,
+            "models": [
+                {"model": name, "weight": weight}
+                for name, weight in zip(experts, weights, strict=True)
+            ],
+            "parameters": {key: value for key, value in entry.items() if key not in OWN},
+            "exclude": entry.get("exclude", []),
+            "allow_non_finite": entry.get("allow_non_finite", False),
+            "dtype": dtype,
+            "name": entry["name"],
+        }
+    )
 
 
 def benchmark_name(benchmark: str | LmEvalTask) -> str:
@@ -233,7 +282,11 @@ def _parse(raw: Mapping[str, Any]) -> tuple[Experiment | None, list[str]]:
         return None, list(dict.fromkeys(_sentence(fault) for fault in error.errors()))
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"generation": Generation, "equivalence": Equivalence}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "generation": Generation,
+    "equivalence": Equivalence,
+    "statistics": Statistics,
+}
 
 
 def _sentence(fault: Any) -> str:
@@ -259,6 +312,24 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _without_composition(experiment: Experiment | None) -> list[str]:
+    """Merges that the equivalence leaves out."""
+    if experiment is None or experiment.equivalence is None:
+        return []
+    return [
+        f"models.{model.name}: its weights differ between tensors, so it stands for no "
+        "composition; the equivalence leaves it out"
+        for model in experiment.models
+        if model.method is not None and differs_between_tensors(model)
+    ]
+
+
+def differs_between_tensors(model: Model) -> bool:
+    """Whether a merge gives its experts other weights in one tensor than in another."""
+    scales = [model.parameters.get(key) for key in ("lambda", "t")]
+    return any(map(varies, [*(model.weights or []), *scales]))
 
 
 def _references(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -293,7 +364,8 @@ def _model_faults(raw: Mapping[str, Any]) -> list[str]:
     if not isinstance(models, list) or not isinstance(experts, dict):
         return []
     faults: list[str] = []
-    taken = [BASE, *map(str, experts)]
+    names = list(map(str, experts))
+    taken = [BASE, *names]
     faults += [f"experts: {BASE!r} is the base's own name; choose another"] * (BASE in experts)
     for place, entry in enumerate(models):
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
@@ -302,32 +374,39 @@ def _model_faults(raw: Mapping[str, Any]) -> list[str]:
         if name in taken:
             faults.append(f"models.{place}: the name {name!r} is taken; names must differ")
         taken.append(name)
-        faults += [f"models.{name}: {fault}" for fault in _entry_faults(entry, len(experts))]
-    return faults + _sweep_faults(raw, models, len(experts))
+        faults += [
+            f"models.{name}: {fault}" for fault in _entry_faults(entry, list(map(str, experts)))
+        ]
+    return faults + _sweep_faults(raw, models, list(map(str, experts)))
 
 
-def _entry_faults(entry: Mapping[str, Any], experts: int) -> list[str]:
+def _entry_faults(entry: Mapping[str, Any], experts: Sequence[str]) -> list[str]:
     """The faults of one merge or composition, by the package that will make it."""
     method, rule = entry.get("method"), entry.get("rule")
     if (method is None) == (rule is None):
         return ["expected either `method` (a merge) or `rule` (a composition)"]
     weights = entry.get("weights")
-    rest = {k: v for k, v in entry.items() if k not in ("name", "method", "rule", "weights")}
     faults: list[str] = []
-    if isinstance(weights, list) and len(weights) != experts:
-        faults.append(f"{len(weights)} weights for {experts} experts; expected one an expert")
+    if isinstance(weights, list) and len(weights) != len(experts):
+        faults.append(f"{len(weights)} weights for {len(experts)} experts; expected one an expert")
     try:
         if method is not None:
-            parse_parameters(str(method), rest)
-            check_experts(str(method), experts, weights if isinstance(weights, list) else None)
+            _recipe({**entry, "method": str(method)}, experts, None)
         else:
-            parse_combination({"rule": rule, **rest}, experts)
+            for key in ("exclude", "allow_non_finite"):
+                faults += [f"{key}: merges have it, compositions do not"] * bool(entry.get(key))
+            rest = {key: value for key, value in entry.items() if key not in OWN}
+            if isinstance(weights, list) and not faults:
+                rest["weights"] = weights
+            parse_combination({"rule": rule, **rest}, len(experts))
     except (MergeError, CompositionError) as error:
         faults += str(error).splitlines()
     return faults
 
 
-def _sweep_faults(raw: Mapping[str, Any], models: Sequence[Any], experts: int) -> list[str]:
+def _sweep_faults(
+    raw: Mapping[str, Any], models: Sequence[Any], experts: Sequence[str]
+) -> list[str]:
     sweep = raw.get("sweep") or {}
     if not isinstance(sweep, dict):
         return []
@@ -350,6 +429,43 @@ def _sweep_faults(raw: Mapping[str, Any], models: Sequence[Any], experts: int) -
                     f"sweep.{name}.{key}: {fault}"
                     for fault in _entry_faults({**entries[name], key: value}, experts)
                 ]
+    return faults
+
+
+def _statistics_faults(raw: Mapping[str, Any], places: Sequence[Path]) -> list[str]:
+    """Every expert has data, and their files are there, where a merge weighs by statistics."""
+    models, experts = raw.get("models") or [], raw.get("experts")
+    wanting = [
+        str(entry.get("name"))
+        for entry in (models if isinstance(models, list) else ())
+        if isinstance(entry, dict)
+        and str(entry.get("method")) in METHODS
+        and METHODS[str(entry["method"])].statistics
+    ]
+    try:
+        given = Statistics.model_validate(raw["statistics"]) if "statistics" in raw else None
+    except ValidationError:
+        return []  # the schema has told it
+    faults = []
+    if wanting and given is None:
+        faults.append(
+            f"statistics: this key is missing; {', '.join(wanting)} weighs by what is seen of "
+            "every expert on data of its own"
+        )
+    if given is not None and isinstance(experts, dict):
+        faults += [
+            f"statistics.data: the expert {name} has none" for name in experts.keys() - given.data
+        ]
+        faults += [
+            f"statistics.data.{name}: no expert of that name{nearest(name, list(experts))}"
+            for name in given.data.keys() - experts
+        ]
+    for name, data in (given.data if given else {}).items():
+        for one in data:
+            try:
+                find_file(one, places)
+            except InputError as error:
+                faults += [f"statistics.data.{name}: {fault}" for fault in error.faults]
     return faults
 
 

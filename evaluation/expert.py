@@ -12,17 +12,16 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from evaluation.benchmarks.local_data import read_rows
 from evaluation.errors import InputError
+from evaluation.examples import Data, Example, Range, read_examples
 from evaluation.experiment import nearest, read_yaml
-from evaluation.models import DTYPES, build, choose_device, load_tokenizer, open_family, weights
+from evaluation.family import DTYPES, build, choose_device, load_tokenizer, open_family, weights
 from evaluation.references import fetch, resolve, search_path
-from evaluation.text import encode
 from evaluation.training import IGNORED, Batch, fit
 
 MULTIPLE = 64  # batches are padded to multiples of it: every new shape costs the CPU a compilation
@@ -30,23 +29,6 @@ MULTIPLE = 64  # batches are padded to multiples of it: every new shape costs th
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Range(_Strict):
-    """Rows whose integer `field` lies in [first, last]."""
-
-    field: str
-    first: int
-    last: int
-
-
-class Data(_Strict):
-    """A .jsonl file and how a row becomes a prompt and a completion (`{name}` is a row's field)."""
-
-    file: str
-    prompt: str
-    completion: str
-    exclude: Range | None = None
 
 
 class Lora(_Strict):
@@ -74,13 +56,6 @@ class ExpertSpec(_Strict):
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     seed: int = Field(default=0, ge=0)
-
-
-class Example(NamedTuple):
-    """Ids of one example; its completion begins at `start`."""
-
-    ids: list[int]
-    start: int
 
 
 def load_expert_spec(path: Path) -> ExpertSpec:
@@ -120,7 +95,9 @@ def train_expert(
     family = open_family(fetch(resolve(spec.base, folders), folders), {}, spec.dtype)
     tokenizer = load_tokenizer(family.base.folder)
     places = [*folders, *([data_dir] if data_dir else [])]
-    examples = _fitting(spec, [e for data in spec.data for e in _examples(data, places, tokenizer)])
+    examples = _fitting(
+        spec, [e for data in spec.data for e in read_examples(data, places, tokenizer)]
+    )
     torch.manual_seed(spec.seed)
     dtype, device = DTYPES[spec.dtype], choose_device(spec.device)
     model = build(family.base.folder, weights(family.base, dtype), dtype, device)
@@ -137,30 +114,6 @@ def train_expert(
     )
     _save(model, tokenizer, spec, out)
     return losses
-
-
-def _examples(data: Data, places: Sequence[Path], tokenizer: Any) -> Iterator[Example]:
-    found = next((place / data.file for place in places if (place / data.file).is_file()), None)
-    if found is None:
-        looked = ", ".join(map(str, places))
-        raise InputError(
-            f"there is no file {data.file} (looked in {looked}); name its folder with --data-dir"
-        )
-    limits = data.exclude
-    fields = [limits.field] if limits else []
-    for number, row in enumerate(read_rows(found, fields), start=1):
-        if limits and limits.first <= row[limits.field] <= limits.last:
-            continue
-        try:
-            prompt, completion = (text.format_map(row) for text in (data.prompt, data.completion))
-        except (KeyError, IndexError, ValueError) as error:
-            raise InputError(
-                f"{found}, row {number}: the template needs {error}, which the row does not have; "
-                f"it has {', '.join(row)}"
-            ) from None
-        first = encode(tokenizer, prompt)
-        second = tokenizer(completion, add_special_tokens=False)["input_ids"]
-        yield Example([*first, *second, tokenizer.eos_token_id], len(first))
 
 
 def _fitting(spec: ExpertSpec, examples: Sequence[Example]) -> list[Example]:

@@ -1,58 +1,35 @@
 """The models of an experiment: their sources of tensors, their identity, and loading them.
 
-Every model is either the base, an expert, a merge (made in memory by `merging`, streamed tensor
-by tensor into the model) or a composition (`composition`) of the base with the experts. An
-adapter is applied as exact BA in float32. All run with the base's tokenizer and stop at the same
-end-of-sequence ids, so that a table holds one protocol.
+Every model is either the base, an expert, a merge (`evaluation.merges`) or a composition
+(`composition`) of the base with the experts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from composition import (
-    Combination,
-    ComposedForCausalLM,
-    CompositionError,
-    check_vocabularies,
-    parse_combination,
-)
+from composition import Combination, ComposedForCausalLM, parse_combination
+from evaluation import merges
 from evaluation.engine import Runtime
-from evaluation.errors import InputError
 from evaluation.experiment import BASE, Experiment, Model, expand
-from evaluation.references import Reference
-from merging import (
-    MergeError,
-    TensorSource,
-    differences,
-    file_digest,
-    merged_tensors,
-    open_adapter,
-    open_checkpoint,
-    parse_parameters,
-    read_json,
+from evaluation.family import (
+    DTYPES,
+    Family,
+    build,
+    choose_device,
+    eos_ids,
+    load_tokenizer,
+    read_config,
+    weights,
 )
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
-
+from merging import METHODS, parse_parameters
+from merging.recipe import Dtype
+from merging.settings import first_of, varies
 
 Kind = Literal["base", "expert", "merge", "composition"]
-
-
-class Family(NamedTuple):
-    """A base and its experts as sources of tensors, in the experiment's order."""
-
-    base: TensorSource
-    experts: dict[str, TensorSource]
 
 
 class PlannedModel(NamedTuple):
@@ -63,32 +40,6 @@ class PlannedModel(NamedTuple):
     method: str  # the method or rule; "none" for base and experts
     model: Model | None  # None for base and experts
     components: int  # models that a forward pass runs
-
-
-def cache_folder() -> Path:
-    """Where converted models and ground truths are kept: XDG_CACHE_HOME/mergescope."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "mergescope"
-
-
-def choose_device(wanted: str) -> torch.device:
-    """`auto` takes CUDA, then MPS, then the CPU.
-
-    Raises:
-        InputError: a device that this machine or this torch does not have.
-    """
-    if wanted == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=wanted).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"generation.device: {wanted!r} cannot be used here ({reason}); use auto, cpu, cuda, "
-            "cuda:N or mps"
-        ) from None
 
 
 def planned_models(experiment: Experiment) -> list[PlannedModel]:
@@ -104,103 +55,6 @@ def planned_models(experiment: Experiment) -> list[PlannedModel]:
     return planned
 
 
-def open_family(base: Reference, experts: Mapping[str, Reference], dtype: str) -> Family:
-    """Opens all sources and checks that the experts can have been fine-tuned from the base.
-
-    Args:
-        dtype: what a GGUF file is dequantised to when it is converted to a checkpoint.
-
-    Raises:
-        InputError: with every fault; of another architecture, vocabulary, shape or format.
-    """
-    if base.kind == "adapter":
-        raise InputError(
-            f"base: {base.text} is a LoRA adapter; expected a whole model. Name the adapter's own "
-            "base, and the adapter among the experts"
-        )
-    try:
-        source = open_checkpoint(_checkpoint_folder(base, dtype))
-    except MergeError as error:
-        raise InputError(f"base: {error}") from None
-    opened: dict[str, TensorSource] = {}
-    faults: list[str] = []
-    for name, reference in experts.items():
-        try:
-            opened[name] = _open_expert(source, reference, dtype)
-        except (MergeError, InputError) as error:
-            faults += [f"experts.{name}: {line}" for line in str(error).splitlines()]
-            continue
-        found = _mismatches(source, opened[name]) or differences(source, opened[name], "it")
-        faults += [f"experts.{name}: {fault}" for fault in found]
-    if faults:
-        raise InputError(faults)
-    return Family(source, opened)
-
-
-def _open_expert(base: TensorSource, reference: Reference, dtype: str) -> TensorSource:
-    if reference.kind == "adapter" and reference.path is not None:
-        return open_adapter(base, reference.path)
-    return open_checkpoint(_checkpoint_folder(reference, dtype))
-
-
-ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-
-
-def _mismatches(base: TensorSource, expert: TensorSource) -> list[str]:
-    """What shows that an expert was not fine-tuned from this base."""
-    if base.folder == expert.folder:
-        return []
-    ours, theirs = read_config(base.folder), read_config(expert.folder)
-    faults = [
-        f"{key} is {theirs.get(key)!r} where the base has {ours.get(key)!r}; expected an expert "
-        "fine-tuned from this base"
-        for key in ARCHITECTURE
-        if ours.get(key) != theirs.get(key)
-    ]
-    if not faults and _has_tokenizer(expert.folder) and _has_tokenizer(base.folder):
-        try:
-            check_vocabularies([load_tokenizer(base.folder), load_tokenizer(expert.folder)])
-        except CompositionError as error:
-            faults = str(error).splitlines()
-    return faults
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file()
-
-
-def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A model's config.json, or another of its JSON files.
-
-    Raises:
-        InputError: it is missing or no JSON object.
-    """
-    try:
-        return read_json(folder / name)
-    except MergeError as error:
-        raise InputError(str(error)) from None
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; its own code is not run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
-
-
-def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over the tokenizer's files, by name and content."""
-    digest = hashlib.sha256()
-    files = {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)}
-    for file in sorted(files):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
 def identity(planned: PlannedModel, family: Family) -> dict[str, Any]:
     """What determines the model's distribution: digests of its weights and its recipe."""
     if planned.kind == "base":
@@ -209,20 +63,26 @@ def identity(planned: PlannedModel, family: Family) -> dict[str, Any]:
         return {"weights": family.experts[planned.name].digest()}
     model = planned.model
     assert model is not None
-    return {
+    content = {
         planned.kind: planned.method,
         "weights": model.weights,
         "parameters": resolved_parameters(model, len(family.experts)),
         "components": [family.base.digest(), *(e.digest() for e in family.experts.values())],
     }
+    if model.exclude:
+        content["exclude"] = model.exclude
+    if model.method is not None and METHODS[model.method].statistics and family.statistics:
+        content["statistics"] = [family.statistics.digest(name) for name in family.experts]
+    return content
 
 
 def resolved_parameters(model: Model, experts: int) -> dict[str, Any]:
     """A merge's or a composition's parameters with every default filled in."""
-    if model.method is not None:
-        parameters = parse_parameters(model.method, model.parameters)
-        return dict(parameters.model_dump(mode="json", by_alias=True))
-    return dict(combination(model, experts).model_dump(mode="json"))
+    if model.method is None:
+        return dict(combination(model, experts).model_dump(mode="json"))
+    plain = parse_parameters(model.method, first_of(model.parameters))
+    settings = {key: value for key, value in model.parameters.items() if varies(value)}
+    return {**plain.model_dump(mode="json", by_alias=True), **settings}
 
 
 def combination(model: Model, experts: int) -> Combination:
@@ -232,68 +92,32 @@ def combination(model: Model, experts: int) -> Combination:
     )
 
 
-def tensors(planned: PlannedModel, family: Family, dtype: torch.dtype) -> dict[str, Tensor]:
+def tensors(
+    planned: PlannedModel, family: Family, dtype: Dtype, reports: dict[str, Any]
+) -> Mapping[str, Tensor]:
     """The weights of a base, an expert or a merge, in `dtype`."""
     if planned.kind == "merge":
-        model = planned.model
-        assert model is not None
-        assert model.method is not None
-        return dict(
-            merged_tensors(
-                family.base,
-                list(family.experts.values()),
-                model.method,
-                weights=model.weights,
-                parameters=parse_parameters(model.method, model.parameters),
-                dtype=dtype,
-            )
-        )
-    return weights(family.base if planned.kind == "base" else family.experts[planned.name], dtype)
+        assert planned.model is not None
+        return merges.merged(planned.model, family, dtype, reports)
+    source = family.base if planned.kind == "base" else family.experts[planned.name]
+    return weights(source, DTYPES[dtype])
 
 
-def weights(source: TensorSource, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a source, the floating ones in `dtype`."""
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name in source.names()
-        for tensor in (source.read(name),)
-    }
+def load(
+    planned: PlannedModel,
+    family: Family,
+    experiment: Experiment,
+    reports: dict[str, Any] | None = None,
+) -> Runtime:
+    """Loads a model of the experiment, ready to answer.
 
-
-def build(
-    folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A Hugging Face causal LM of the config in `folder` with the given weights.
-
-    Raises:
-        InputError: transformers does not know the architecture, or weights are missing.
+    Args:
+        reports: takes what a merge has told of its inputs, by the model's name.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, info = architecture.from_pretrained(
-            None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"the model in {folder} cannot be loaded: {reason}") from None
-    missing = sorted(info["missing_keys"])
-    if missing or info["unexpected_keys"]:
-        names = ", ".join([*missing, *sorted(info["unexpected_keys"])][:5])
-        raise InputError(
-            f"the weights of {folder} do not fit its config.json: {len(missing)} tensors are "
-            f"missing and {len(info['unexpected_keys'])} are unknown to the architecture ({names})"
-        )
-    return model.to(device).eval()
-
-
-def load(planned: PlannedModel, family: Family, experiment: Experiment) -> Runtime:
-    """Loads a model of the experiment, ready to answer."""
     from transformers import DynamicCache
 
-    dtype = DTYPES[experiment.generation.dtype]
+    name: Dtype = experiment.generation.dtype
+    dtype, told = DTYPES[name], {} if reports is None else reports
     device = choose_device(experiment.generation.device)
     folder = family.base.folder
     tokenizer = load_tokenizer(folder)
@@ -301,7 +125,7 @@ def load(planned: PlannedModel, family: Family, experiment: Experiment) -> Runti
     if planned.model is not None and planned.kind == "composition":
         parts = planned_models(experiment)[: planned.components]  # the base and the experts
         base, *experts = (
-            build(folder, tensors(part, family, dtype), dtype, device) for part in parts
+            build(folder, tensors(part, family, name, told), dtype, device) for part in parts
         )
         chosen = combination(planned.model, len(experts))
         model = ComposedForCausalLM.from_models(
@@ -314,7 +138,7 @@ def load(planned: PlannedModel, family: Family, experiment: Experiment) -> Runti
         )
         new_cache: Callable[[], Any] = model.new_cache
     else:
-        model = build(folder, tensors(planned, family, dtype), dtype, device)
+        model = build(folder, tensors(planned, family, name, told), dtype, device)
         text_config = model.config.get_text_config()
 
         def new_cache() -> Any:
@@ -329,55 +153,3 @@ def load(planned: PlannedModel, family: Family, experiment: Experiment) -> Runti
         model_type=str(read_config(folder).get("model_type", "")),
         max_positions=getattr(config, "max_position_embeddings", None),
     )
-
-
-def eos_ids(family: Family, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a text for the tokenizer, the base or an expert."""
-    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    for source in (family.base, *family.experts.values()):
-        for name in ("generation_config.json", "config.json"):
-            if (source.folder / name).is_file():
-                found = read_config(source.folder, name).get("eos_token_id")
-                ids.update(found if isinstance(found, list) else [] if found is None else [found])
-    return frozenset(ids)
-
-
-def _checkpoint_folder(reference: Reference, dtype: str) -> Path:
-    if reference.path is None:
-        raise InputError(f"{reference.text} has not been downloaded")
-    if reference.kind != "gguf":
-        return reference.path
-    return convert_gguf(reference.path, dtype)
-
-
-def convert_gguf(file: Path, dtype: str) -> Path:
-    """A GGUF file as an ordinary checkpoint in the cache, dequantised, converted once.
-
-    Raises:
-        InputError: transformers cannot read the file.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    folder = cache_folder() / "gguf" / f"{file.stem}-{file_digest(file)[:16]}-{dtype}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            dtype=DTYPES[dtype],
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
-        partial.rename(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        if folder.is_dir():  # another process was faster
-            return folder
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{file} cannot be read as a GGUF model: {reason}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evaluation import equivalence
+from evaluation import equivalence, merges
 from evaluation.benchmarks.contract import Benchmark, BenchmarkEntry, Form, Item, Output
 from evaluation.engine import Runtime, answer
 from evaluation.errors import InputError
@@ -32,21 +33,15 @@ from evaluation.experiment import (
     benchmark_name,
     settings_for,
 )
+from evaluation.family import Family, choose_device, open_family, tokenizer_digest
 from evaluation.letters import letters_checkpoint
-from evaluation.models import (
-    Family,
-    PlannedModel,
-    choose_device,
-    identity,
-    load,
-    open_family,
-    planned_models,
-    tokenizer_digest,
-)
-from evaluation.progress import Bar, bar, steps
+from evaluation.models import PlannedModel, identity, load, planned_models
+from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
+from evaluation.statistics import Gatherer
 from evaluation.training import suit_threads
 from results import Answer, Cell, Store
+from results.merges import write_merge_reports
 from results.report import write_report
 
 VERSIONS = ("mergescope", "torch", "transformers", "peft", "lm-eval", "evalplus", "datasets")
@@ -100,7 +95,7 @@ def run_experiment(
         tasks = plan(experiment, families, benches)
         store.set_plan([_cell(task, experiment) for task in tasks])
         _write_provenance(loaded, out, families, benches, limit, data_dir)
-        _answer_all(experiment, families, tasks, store)
+        _answer_all(experiment, families, tasks, store, out)
         _measure(experiment, families.get("causal"), settings, store, limit)
     return write_report(out)
 
@@ -200,8 +195,21 @@ def _families(
             base = None if name == "base" else references["base"].path
             references[name] = _reference(reference, form, base, experiment.seed, out, folders)
         base_reference = references.pop("base")
-        families[form] = open_family(base_reference, references, experiment.generation.dtype)
+        family = open_family(base_reference, references, experiment.generation.dtype)
+        families[form] = family._replace(statistics=_gatherer(experiment, folders, data_dir))
     return families
+
+
+def _gatherer(
+    experiment: Experiment, folders: Sequence[Path], data_dir: Path | None
+) -> Gatherer | None:
+    if experiment.statistics is None:
+        return None
+    places = [*folders, *([data_dir] if data_dir else [])]
+    generation = experiment.generation
+    return Gatherer(
+        experiment.statistics, places, generation.dtype, generation.device, experiment.seed
+    )
 
 
 def _reference(
@@ -246,19 +254,51 @@ def _answer_all(
     families: Mapping[Form, Family],
     tasks: Sequence[Task],
     store: Store,
+    out: Path,
 ) -> None:
     done = store.finished(key for task in tasks for key in task.keys)
     open_tasks = [task for task in tasks if set(task.keys) - done]
     total = sum(len(set(task.keys) - done) * task.planned.components for task in open_tasks)
+    reports: dict[Form, dict[str, Any]] = {form: {} for form in families}
+    _make_merges(experiment, families, open_tasks, reports)
     with bar("evaluation", total) as shown:
         for planned, form, group in _by_model(open_tasks):
             shown.describe(f"{planned.name} · loading")
-            runtime = load(planned, families[form], experiment)
+            runtime = load(planned, families[form], experiment, reports[form])
             suit_threads(runtime.model)
             for task in group:
                 shown.describe(f"{planned.name} · {task.bench.name}")
                 done |= _answer_task(experiment, runtime, task, done, store, shown)
             del runtime
+    told = {
+        name if form == "causal" else f"{name} · {form}": report
+        for form, found in reports.items()
+        for name, report in found.items()
+    }
+    write_merge_reports(out, told)
+
+
+def _make_merges(
+    experiment: Experiment,
+    families: Mapping[Form, Family],
+    tasks: Sequence[Task],
+    reports: Mapping[Form, dict[str, Any]],
+) -> None:
+    """Makes the merges that are about to be evaluated, one after the other."""
+    with ExitStack() as stack:
+
+        def announce(text: str, in_bytes: bool) -> Step:
+            stack.close()  # the bar before
+            return stack.enter_context(steps(text, in_bytes))
+
+        for form, family in families.items():
+            models = {
+                task.planned.name: task.planned.model
+                for task in tasks
+                if task.bench.entry.form == form and task.planned.kind == "merge"
+            }
+            wanted = [model for model in models.values() if model is not None]
+            merges.make(wanted, family, experiment.generation.dtype, reports[form], announce)
 
 
 def _by_model(tasks: Sequence[Task]) -> Iterator[tuple[PlannedModel, Form, list[Task]]]:

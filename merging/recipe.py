@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from merging import settings
 from merging.engine import Chosen
@@ -28,7 +29,6 @@ from merging.errors import MergeError
 from merging.mergekit import translate
 from merging.methods import METHODS, check_experts, check_weights, parse_parameters, sentence
 
-Setting = FiniteFloat | list[Any] | dict[str, Any]  # see `merging.settings`
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
@@ -38,7 +38,7 @@ class Ingredient(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
-    weight: Setting = 1.0
+    weight: Any = 1.0  # a number, or see `merging.settings`
     statistics: str | None = None  # a file, for a method that weighs by them
 
 
@@ -116,7 +116,12 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
             "\n".join([*(sentence(f, known) for f in error.errors()), *faults])
         ) from None
     for place, one in enumerate(recipe.models):
-        faults += settings.faults(f"models.{place}.weight", one.weight)
+        where = f"models.{place}.weight"
+        faults += settings.faults(where, one.weight) or [
+            f"{where}: found {leaf!r}; expected a finite number"
+            for leaf in settings.leaves(one.weight)
+            if isinstance(leaf, bool) or not isinstance(leaf, int | float) or not isfinite(leaf)
+        ]
     if recipe.method in METHODS and not faults:
         weights = [next(settings.leaves(one.weight)) for one in recipe.models]
         try:

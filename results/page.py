@@ -42,6 +42,7 @@ class Tables(NamedTuple):
     metrics: pd.DataFrame
     comparisons: pd.DataFrame
     equivalence: pd.DataFrame
+    merges: pd.DataFrame
 
 
 class Provenance(NamedTuple):

@@ -22,6 +22,7 @@ from results.errors import ResultsError
 from results.figures import alpha_figure, differences_figure, scores_figure
 from results.leaderboard import leaderboard, metrics_table, refuse_mixtures
 from results.markdown import best_cells, markdown_board
+from results.merges import merges_table
 from results.page import Provenance, Tables, render_page
 from results.store import Store
 
@@ -125,6 +126,7 @@ def _read(folder: Path, name: str) -> Run:
         metrics_table(frame),
         comparisons(frame),
         equivalence_table(divergences),
+        merges_table(folder),
     )
     provenance = Provenance(
         name,
@@ -161,13 +163,14 @@ def _labelled(run: Run) -> Tables:
             **{name: [f"{run.name} · {value}" for value in table[name]] for name in columns}
         )
 
-    cells, board, metrics, compared, equivalence = run.tables
+    cells, board, metrics, compared, equivalence, merges = run.tables
     return Tables(
         label(cells, "model"),
         label(board, "model"),
         label(metrics, "model"),
         label(compared, "model", "reference"),
         label(equivalence, "model"),
+        label(merges, "model"),
     )
 
 

@@ -100,7 +100,7 @@ def test_several_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
     assert "models.c: densty: unknown key; did you mean 'density'?" in text
     assert "models.c: lambda: found 'much'" in text
     assert "models.d: tolerance: unknown key" in text
-    assert "models.4.weights.0: found nan" in text
+    assert "models.e: the weights are [nan, 1.0]; expected finite numbers" in text
     assert "benchmarks: unknown benchmark 'gsm8'; did you mean 'gsm8k'?" in text
     assert all(str(tmp_path / "experiment.yaml") in fault for fault in told)
 

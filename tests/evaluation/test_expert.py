@@ -12,11 +12,11 @@ import yaml
 from safetensors.torch import load_file
 
 from evaluation.errors import InputError
+from evaluation.examples import read_examples
 from evaluation.expert import (
     Data,
     Example,
     _batch,
-    _examples,
     _parts,
     load_expert_spec,
     train_expert,
@@ -59,7 +59,7 @@ def test_the_loss_is_on_completion_and_eos_only(tmp_path: Path, tokenizer: Any) 
             "exclude": {"field": "id", "first": 4, "last": 6},
         }
     )
-    (example,) = _examples(data, [tmp_path], tokenizer)  # the second row is excluded
+    (example,) = read_examples(data, [tmp_path], tokenizer)  # the second row is excluded
     assert tokenizer.decode(example.ids) == "ab>cd</s>"
     batch = _batch([example, Example([5], 0)], torch.device("cpu"))
     assert batch.ids.shape == (2, 64)  # padded to a multiple of 64

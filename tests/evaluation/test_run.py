@@ -18,7 +18,8 @@ import evaluation.run as run_module
 from evaluation.equivalence import keep_double
 from evaluation.errors import InputError
 from evaluation.experiment import load_experiment
-from evaluation.models import load, open_family, planned_models
+from evaluation.family import open_family
+from evaluation.models import load, planned_models
 from evaluation.references import Reference
 from evaluation.run import measure_equivalence, run_experiment
 

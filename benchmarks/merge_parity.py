@@ -19,7 +19,8 @@ from typing import Any
 import numpy
 import yaml
 from merge_speed import shapes
-from safetensors.numpy import save_file
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "merging" / "mergekit"
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 16, 32, 48, 2
@@ -112,6 +113,45 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+DRAWN: dict[str, dict[str, Any]] = {
+    method: {
+        "merge_method": method,
+        "base_model": "./base",
+        "models": [{"model": "./one", "parameters": {"weight": 1.0, "density": 0.4}}],
+        "parameters": parameters,
+    }
+    for method, parameters in (
+        ("dare_linear", {}),
+        ("dare_ties", {}),
+        ("della_linear", {"epsilon": 0.2}),
+        ("della", {"epsilon": 0.2}),
+    )
+}
+DRAWN_ROWS, DRAWN_COLUMNS = 4096, 32
+TENSOR = "model.embed_tokens.weight"
+
+
+def summary(delta: NDArray[Any], merged: NDArray[Any]) -> dict[str, Any]:
+    """What a random choice leaves of a task vector (rows, columns): the share of entries kept in
+    each quarter of a row's ranks, and the L1 norm against that of the whole."""
+    ranks = numpy.abs(delta).argsort(axis=1).argsort(axis=1)
+    quarters = ranks * 4 // delta.shape[1]
+    kept = numpy.abs(merged) > numpy.abs(delta) / 2  # rounding leaves nothing exactly 0
+    return {
+        "kept": [float(kept[quarters == quarter].mean()) for quarter in range(4)],
+        "l1": float(numpy.abs(merged[kept]).sum() / numpy.abs(delta).sum()),
+    }
+
+
+def drawn_state(seed: int) -> dict[str, Any]:
+    """One large tensor, all others small; base 0, so that task vectors are exact."""
+    change = numpy.random.default_rng(seed)
+    found = {}
+    for name, shape in shapes(DRAWN_COLUMNS, INTERMEDIATE, 1, DRAWN_ROWS).items():
+        found[name] = (change.standard_normal(shape) * bool(seed)).astype(numpy.float32)
+    return found
+
+
 def _state(seed: int) -> dict[str, Any]:
     """Magnitudes of task vectors all differ, so that no sort has a choice."""
     base, change = numpy.random.default_rng(0), numpy.random.default_rng(seed)
@@ -138,6 +178,22 @@ CONFIG = {
 }
 
 
+def _drawn(recipe: dict[str, Any], mergekit: str) -> dict[str, Any]:
+    """What mergekit leaves of one expert, and the recipe."""
+    with tempfile.TemporaryDirectory() as work:
+        root = Path(work)
+        for seed, name in enumerate(("base", "one")):
+            (root / name).mkdir()
+            save_file(drawn_state(seed), root / name / "model.safetensors", {"format": "pt"})
+            config = {**CONFIG, "vocab_size": DRAWN_ROWS, "hidden_size": DRAWN_COLUMNS}
+            (root / name / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+        (root / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "dtype": "float32"}))
+        command = [mergekit, "recipe.yaml", "out", "--no-copy-tokenizer", "--random-seed", "1"]
+        subprocess.run(command, cwd=root, check=True)
+        merged = load_file(root / "out" / "model.safetensors")[TENSOR]
+    return {"recipe": recipe, **summary(drawn_state(1)[TENSOR], merged)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mergekit", required=True, help="mergekit-yaml of mergekit 0.1.5")
@@ -158,6 +214,8 @@ def main() -> None:
                 check=True,
             )
             shutil.copyfile(Path(out) / "model.safetensors", FIXTURES / f"{name}.safetensors")
+    drawn = {name: _drawn(recipe, arguments.mergekit) for name, recipe in DRAWN.items()}
+    (FIXTURES / "drawn.json").write_text(json.dumps(drawn, indent=2) + "\n")
     print(f"The fixtures are in {FIXTURES}")
 
 

@@ -625,6 +625,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _takes_part(base: TensorSource, name: str, exclude: Sequence[str]) -> bool:
-    return base.code(name) in FLOATING and not any(
-        re.fullmatch(pattern, name) for pattern in exclude
-    )
+    """Whether a tensor is merged; one without entries has nothing to merge."""
+    if base.code(name) not in FLOATING or 0 in base.shape(name):
+        return False
+    return not any(re.fullmatch(pattern, name) for pattern in exclude)

@@ -64,12 +64,17 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 def to_tensor(raw: Raw, code: str) -> Tensor:
     """The entries as a flat tensor, without a copy."""
+    if raw.size == 0:  # which torch cannot view as another type
+        return torch.empty(0, dtype=torch_dtype(code))
     return torch.from_numpy(raw).view(torch_dtype(code))
 
 
 def to_raw(entries: Tensor) -> Raw:
     """A tensor's entries in a row, without a copy where they are in a row on the CPU."""
-    found: Raw = entries.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    flat = entries.detach().cpu().contiguous().flatten()
+    if flat.numel() == 0:
+        return numpy.empty(0, dtype=numpy.uint8)
+    found: Raw = flat.view(torch.uint8).numpy()
     return found
 
 

@@ -174,6 +174,14 @@ def _memory(pid: int) -> Iterator[tuple[int, int]]:
         )
 
 
+def forget(folders: list[Path]) -> None:
+    """Drops the inputs from the page cache, so that the next command reads them from the disk."""
+    os.sync()  # only what is written can be dropped
+    for file in (file for folder in folders for file in folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def floor(folders: list[Path], out: Path) -> float:
     """Seconds to read the inputs once and write one output, block by block."""
     os.sync()
@@ -226,6 +234,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS)[:3], choices=list(METHODS))
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--mergekit", help="mergekit-yaml of mergekit 0.1.5")
+    parser.add_argument("--cold", action="store_true", help="drop the inputs from the page cache")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "mergescope" / "benchmarks")
     arguments = parser.parse_args()
@@ -249,11 +258,15 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as cache:
                     for when in ("first", "again"):
                         shutil.rmtree(out, ignore_errors=True)
+                        if arguments.cold:
+                            forget(folders)
                         cost = measured([ours, "merge", str(file), str(out)], Path(cache))
                         rows[when].append(cost)
                 within.append(inside(file, out))
                 if arguments.mergekit:
                     shutil.rmtree(out)
+                    if arguments.cold:
+                        forget(folders)
                     rows["theirs"].append(measured([arguments.mergekit, str(file), str(out)]))
             shutil.rmtree(out)
             print(_row(size, method, rows, within, bottom), flush=True)

@@ -1,8 +1,9 @@
 /* Fused loops for the merges that most people make: linear, task arithmetic and TIES.
 
    The methods are defined in merging/methods, on tensors; here are the same operations in the same
-   order and precision (float32, one fused multiply-add where torch has one), done for a thousand
-   entries at a time while they are in the nearest cache. The tests compare the two bit for bit.
+   order and precision (float32, one fused multiply-add where torch has one), done for some
+   hundred entries at a time while they are in the nearest cache. The tests compare the two bit for
+   bit.
 
    Every function takes the inputs as a tuple of buffers, the base first, and their types as bytes
    (0 bfloat16, 1 float16, 2 float32). The interpreter's lock is not held while it computes. */
@@ -13,9 +14,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#define BLOCK 1024  /* entries in work at a time */
+#define BLOCK 512   /* entries in work at a time */
 #define LANES 16    /* partial sums, so that a compiler may add several at once */
 #define MOST 32     /* experts */
+#define WORD 8      /* flags that are looked at together */
 
 /* One function for old processors, one with vectors of eight and fused multiply-adds; the right
    one is chosen when the module is loaded. */
@@ -283,14 +285,16 @@ static void look_stretch(const Stretch *s, Bracket *brackets) {
             b->above += above;
             b->at_high += at_high;
             b->at_low += at_low;
+            unsigned char within[BLOCK + WORD] = {0};
+            for (int j = 0; j < count; j++) within[j] = (m[j] > low) & (m[j] < high);
             Py_ssize_t found = b->found;
-            for (int j = 0; j < count; j += LANES) {
-                int end = j + LANES < count ? j + LANES : count, any = 0;
-                for (int l = j; l < end; l++) any |= (m[l] > low) & (m[l] < high);
-                if (!any) continue;
-                for (int l = j; l < end; l++) {
+            for (int j = 0; j < count; j += WORD) {
+                uint64_t any;
+                memcpy(&any, within + j, WORD);
+                if (any == 0) continue; /* most often */
+                for (int l = j; l < j + WORD && l < count; l++) {
                     inside[found] = m[l];
-                    found += (m[l] > low) & (m[l] < high);
+                    found += within[l];
                 }
             }
             b->found = found;

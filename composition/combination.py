@@ -11,9 +11,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from composition.eos import EosRule, mean_eos
+from composition.eos import ODDS, EosRule, canonical, with_odds
 from composition.errors import CompositionError
+from composition.gate import Gating
 from composition.gate import gate as apply_gate
+from composition.plausible import implausible
 from composition.rules import RULES
 
 EXCLUDED = -1e30  # stands for -inf while composing: probability 0, and differences are 0
@@ -26,7 +28,11 @@ class Combination(BaseModel):
         rule: a name in `RULES`.
         weights: one an expert; None for the rule's own default.
         gate: nats; an expert counts only where KL(p_i ‖ p_b) exceeds it. None for no gate.
-        eos: how the log-odds of stopping compose: `sum` as any token, or the `mean` shift.
+        gating: `hard`, or `soft` by the share KL / (KL + gate).
+        eos: how the log-odds of stopping compose, see `composition.eos`.
+        plausible: in (0, 1]; tokens that no component gives this share of its largest probability
+            get none. None for no mask.
+        temperatures: what each component's logits are divided by, the base's first; None for 1.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,7 +40,10 @@ class Combination(BaseModel):
     rule: str = "product"
     weights: tuple[float, ...] | None = None
     gate: float | None = Field(default=None, ge=0)
+    gating: Gating = "hard"
     eos: EosRule = "sum"
+    plausible: float | None = Field(default=None, gt=0, le=1)
+    temperatures: tuple[float, ...] | None = None
 
 
 def parse_combination(given: Mapping[str, Any], experts: int) -> Combination:
@@ -67,6 +76,16 @@ def parse_combination(given: Mapping[str, Any], experts: int) -> Combination:
         faults.append(f"{len(weights)} weights for {experts} experts; expected one an expert")
     if not all(map(math.isfinite, weights)):
         faults.append(f"the weights are {list(weights)}; expected finite numbers")
+    temperatures = chosen.temperatures
+    if temperatures is not None and (
+        len(temperatures) != 1 + experts or not all(0 < one < math.inf for one in temperatures)
+    ):
+        faults.append(
+            f"the temperatures are {list(temperatures)}; expected {1 + experts} numbers above 0, "
+            "the base's first"
+        )
+    if chosen.gating == "soft" and chosen.gate is None:
+        faults.append("gating is soft, but there is no gate; expected nats under the key gate")
     if faults:
         raise CompositionError("\n".join(faults))
     return chosen
@@ -78,19 +97,19 @@ def compose_logits(
     weights: Sequence[float] | None = None,
     rule: str = "product",
     *,
-    gate: float | None = None,
-    eos: EosRule = "sum",
     eos_ids: Sequence[int] = (),
     names: Sequence[str] | None = None,
+    **options: Any,
 ) -> Tensor:
     """The composition's logits at every prefix, unnormalised.
 
     Args:
         base_logits: (..., V), any floating type.
         expert_logits: one tensor of the same shape an expert.
-        weights, rule, gate, eos: see `Combination`.
-        eos_ids: the ids that end a text, needed for `eos="mean"`.
+        weights, rule: see `Combination`.
+        eos_ids: the ids that end a text, needed for every `eos` but "sum".
         names: the experts' names, for errors.
+        options: the other fields of `Combination`.
 
     Returns:
         (..., V) in float32, or float64 where the base's logits are float64.
@@ -98,8 +117,7 @@ def compose_logits(
     Raises:
         CompositionError: shapes differ, a weight too many or too few, NaN in a component.
     """
-    given = {"rule": rule, "weights": weights, "gate": gate, "eos": eos}
-    chosen = parse_combination(given, len(expert_logits))
+    chosen = parse_combination({"rule": rule, "weights": weights, **options}, len(expert_logits))
     called = ["the base", *(names or [f"expert {i}" for i in range(len(expert_logits))])]
     for name, logits in zip(called, [base_logits, *expert_logits], strict=True):
         if logits.shape != base_logits.shape:
@@ -124,14 +142,29 @@ def combine(
     if some:
         base, *experts = (logits.masked_fill(excluded, EXCLUDED) for logits in (base, *experts))
     weights = chosen.weights or ()
-    taking_part = experts if chosen.gate is None else apply_gate(base, experts, chosen.gate)
+    if chosen.temperatures is not None:
+        base, *experts = (
+            logits / one for logits, one in zip((base, *experts), chosen.temperatures, strict=True)
+        )
+    if chosen.eos != "sum" and not eos_ids:
+        raise CompositionError(
+            f"eos: {chosen.eos} needs the ids that end a text, and none are known"
+        )
+    if chosen.eos == "canonical":
+        base, *experts = (canonical(logits, eos_ids, EXCLUDED) for logits in (base, *experts))
+    taking_part = list(experts)
+    if chosen.gate is not None:
+        taking_part = apply_gate(base, experts, chosen.gate, chosen.gating)
     composed = RULES[chosen.rule].compose(base, taking_part, weights)
     if some:
         composed = composed.masked_fill(excluded, -torch.inf)
-    if chosen.eos == "mean":
-        if not eos_ids:
-            raise CompositionError("eos: mean needs the ids that end a text, and none are known")
-        composed = mean_eos(composed, base, taking_part, eos_ids)
+    if chosen.eos in ODDS:
+        composed = with_odds(chosen.eos, composed, base, taking_part, weights, eos_ids)
+    if chosen.eos == "canonical":
+        composed[..., sorted(eos_ids)[1:]] = -torch.inf
+    if chosen.plausible is not None:
+        mask = implausible((base, *experts), chosen.plausible)
+        composed = composed.masked_fill(mask, -torch.inf)
     return composed
 
 

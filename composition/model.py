@@ -19,7 +19,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composition.cache import flat_config, new_cache, view
 from composition.combination import Combination, combine, parse_combination
-from composition.eos import EosRule
 from composition.errors import CompositionError
 
 SAME = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -46,28 +45,27 @@ class ComposedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         weights: Sequence[float] | None = None,
         rule: str = "product",
         *,
-        gate: float | None = None,
-        eos: EosRule = "sum",
         names: Sequence[str] | None = None,
         vocab_size: int | None = None,
         eos_ids: Sequence[int] | None = None,
+        **options: Any,
     ) -> Self:
         """Composes models that were fine-tuned from one base.
 
         Args:
             base: a causal LM in evaluation mode; also k = 0 experts are a composition.
             experts: causal LMs of the base's architecture and vocabulary.
-            weights, rule, gate, eos: see `Combination`.
+            weights, rule: see `Combination`.
             names: the experts' names, for errors and the config.
             vocab_size: the number of real tokenizer ids; padded rows beyond get probability 0.
             eos_ids: ids that end a text; the base's generation config names them if left out.
+            options: the other fields of `Combination`.
 
         Raises:
             CompositionError: another architecture or vocabulary, or unfit weights and options.
         """
         called = list(names or [f"expert {i}" for i in range(len(experts))])
-        given = {"rule": rule, "weights": weights, "gate": gate, "eos": eos}
-        chosen = parse_combination(given, len(experts))
+        chosen = parse_combination({"rule": rule, "weights": weights, **options}, len(experts))
         faults = [
             f
             for name, expert in zip(called, experts, strict=True)

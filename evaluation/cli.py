@@ -109,7 +109,7 @@ def merge(
     """Merge checkpoints or LoRA adapters into one checkpoint."""
     from evaluation.progress import steps
     from evaluation.references import fetch, resolve, search_path
-    from merging import load_recipe, merge_to_folder
+    from merging import load_recipe, merge_to_folder, summary
 
     loaded = load_recipe(recipe)
     folders = search_path(recipe.resolve(), None)
@@ -120,6 +120,8 @@ def merge(
 
     with steps("merging", in_bytes=True) as step:
         merge_to_folder(loaded, out, locate=locate, device=device, progress=step)
+    for line in summary(out):
+        typer.echo(line)
     typer.echo(f"The merged model is in {out}")
 
 

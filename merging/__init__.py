@@ -20,7 +20,7 @@ from merging.digests import file_digest
 from merging.engine import differences, merged_tensors
 from merging.errors import MergeError
 from merging.methods import METHODS, check_experts, merge_tensors, parse_parameters
-from merging.output import merge_to_folder
+from merging.output import merge_to_folder, summary
 from merging.recipe import Recipe, load_recipe, parse_recipe
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "parse_parameters",
     "parse_recipe",
     "read_json",
+    "summary",
 ]

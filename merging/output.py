@@ -120,6 +120,29 @@ def write_merged(
     return out
 
 
+def summary(out: Path) -> list[str]:
+    """What a merge has told of its inputs, in a few lines."""
+    report = read_json(out / REPORT)
+    kept = report["tensors_kept_from_base"]
+    norms = ", ".join(f"{name} {norm:.4g}" for name, norm in report["task_vector_norms"].items())
+    cosines = ", ".join(
+        f"{names} {cosine:.3f}"
+        for names, cosine in report["task_vector_cosines"].items()
+        if cosine is not None
+    )
+    named = f" ({', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''})" if kept else ""
+    lines = [
+        f"{report['tensors_merged']} tensors merged, {len(kept)} kept from the base{named}",
+        f"norms of task vectors: {norms}",
+    ]
+    if cosines:
+        share = report["sign_conflict_share"]
+        lines.append(f"their cosines: {cosines}; {share:.1%} of the entries in sign conflict")
+    if report["non_finite_entries"]:
+        lines.append(f"NaN or infinite entries in: {', '.join(report['non_finite_entries'])}")
+    return [*lines, *(f"note: {note}" for note in report["notes"])]
+
+
 def prepare_recipe(
     recipe: Recipe,
     base: TensorSource,

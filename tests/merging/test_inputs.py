@@ -4,6 +4,9 @@ heads, pickles and adapters, stand in the tests of the engine and of adapters.)"
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +142,22 @@ def test_relative_paths_work_from_where_the_user_stands(
     monkeypatch.chdir(tmp_path)
     merge_to_folder(recipe(Path("base"), [Path("one")]), Path("out"))
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_output_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
+    """Other processes, other hash seeds, other orders of sets: the same bytes."""
+    folders = [checkpoint(tmp_path / str(seed), tensors(seed, **SHAPES)) for seed in range(3)]
+    program = (
+        "import sys; from pathlib import Path; from merging import merge_to_folder, parse_recipe\n"
+        "base, one, two, out = sys.argv[1:]\n"
+        "recipe = {'method': 'dare_ties', 'base': base, 'models': [one, two], 'name': 'same'}\n"
+        "merge_to_folder(parse_recipe(recipe), Path(out))"
+    )
+    outs = [tmp_path / f"out{seed}" for seed in (1, 2)]
+    for seed, out in enumerate(outs, start=1):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+        command = [sys.executable, "-c", program, *map(str, folders), str(out)]
+        subprocess.run(command, env=environment, check=True)
+    first, second = ({f.name: f.read_bytes() for f in out.iterdir()} for out in outs)
+    assert first == second

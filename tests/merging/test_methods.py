@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
-from merging import METHODS, MergeError, merge_tensors, parse_parameters
+from merging import (
+    METHODS,
+    MergeError,
+    merge_tensors,
+    merged_tensors,
+    open_checkpoint,
+    parse_parameters,
+)
 
 DENSE: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
     "ties": {"density": 1.0},
@@ -154,11 +163,20 @@ def test_task_arithmetic_is_linear_in_lambda(seed: int, scale: float) -> None:
     assert torch.allclose(found, scale * whole, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-def test_lambda_zero_gives_the_base_bit_for_bit(method: str) -> None:
+SCALED = [name for name, method in METHODS.items() if "lambda" in method.params.spelled()]
+
+
+@pytest.mark.parametrize("method", SCALED)
+def test_lambda_zero_gives_the_base_bit_for_bit(method: str, tmp_path: Path) -> None:
+    """Through the engine, which also keeps the sign of a base's -0."""
     base, *experts = tensors(5, 3)
     base[0] = -0.0
-    found = merge_tensors(method, base, experts, lambda_=0.0)
+    sources = []
+    for number, tensor in enumerate((base, *experts)):
+        save_file({"w": tensor}, tmp_path / f"{number}.safetensors")
+        sources.append(open_checkpoint(tmp_path / f"{number}.safetensors"))
+    params = parse_parameters(method, {"lambda": 0.0})
+    (found,) = dict(merged_tensors(sources[0], sources[1:], method, parameters=params)).values()
     assert torch.equal(found.view(torch.int32), base.view(torch.int32))
 
 

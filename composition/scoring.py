@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
+from composition.sequential import Sequential
 
 CHUNK = 128  # positions projected at a time
 
@@ -45,17 +46,18 @@ def score_continuations(
         raise CompositionError("the first token of a row is to be scored; nothing predicts it")
     before = wanted.roll(-1, dims=1)  # position t predicts token t + 1
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    components = model.components if isinstance(model, ComposedForCausalLM) else [model]
+    parts = model.parts if isinstance(model, ComposedForCausalLM) else Sequential([model])
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
     hidden = [
-        _last_hidden(component, input_ids, attention_mask, positions)[before]
-        for component in components
+        parts.hidden(index, **inputs)[before.to(device)]
+        for index, device in enumerate(parts.devices())
     ]  # (N, H) each
     targets = input_ids[wanted]  # (N,)
     scored, greedy = [], []
     for start in range(0, len(targets), chunk):
         span = slice(start, start + chunk)
-        parts = [_project(c, h[span]) for c, h in zip(components, hidden, strict=True)]
-        logits = model.combine(parts) if isinstance(model, ComposedForCausalLM) else parts[0]
+        each = [parts.project(index, states[span]) for index, states in enumerate(hidden)]
+        logits = model.combine(each) if isinstance(model, ComposedForCausalLM) else each[0]
         chosen = logits.gather(-1, targets[span, None])[:, 0]
         scored.append(chosen - logits.logsumexp(-1))
         greedy.append(logits.argmax(-1) == targets[span])
@@ -66,24 +68,3 @@ def score_continuations(
         logprobs[wanted] = torch.cat(scored)
         is_greedy[wanted] = torch.cat(greedy)
     return logprobs, is_greedy
-
-
-def _last_hidden(
-    model: Any, input_ids: Tensor, attention_mask: Tensor, positions: Tensor
-) -> Tensor:
-    output = model.get_decoder()(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        use_cache=False,
-    )
-    hidden: Tensor = output.last_hidden_state
-    return hidden
-
-
-def _project(model: Any, hidden: Tensor) -> Tensor:
-    """Logits (N, V) in float32 or float64, after the softcap where the model has one."""
-    logits: Tensor = model.get_output_embeddings()(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -79,7 +79,8 @@ def identity(planned: PlannedModel, family: Family) -> dict[str, Any]:
 def resolved_parameters(model: Model, experts: int) -> dict[str, Any]:
     """A merge's or a composition's parameters with every default filled in."""
     if model.method is None:
-        return dict(combination(model, experts).model_dump(mode="json"))
+        chosen = combination(model, experts)
+        return chosen.model_dump(mode="json", exclude_defaults=True) | {"rule": chosen.rule}
     plain = parse_parameters(model.method, first_of(model.parameters))
     settings = {key: value for key, value in model.parameters.items() if varies(value)}
     return {**plain.model_dump(mode="json", by_alias=True), **settings}

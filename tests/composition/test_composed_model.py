@@ -221,7 +221,10 @@ def test_the_config_says_what_is_composed() -> None:
         "rule": "product",
         "weights": [1.0],
         "gate": 0.05,
+        "gating": "hard",
         "eos": "sum",
+        "plausible": None,
+        "temperatures": None,
         "experts": ["math"],
     }
 

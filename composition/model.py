@@ -24,7 +24,7 @@ from composition.combination import Combination, combine, parse_combination
 from composition.errors import CompositionError
 from composition.saved import ComposedConfig, checked_sources, source_of
 from composition.sequential import Sequential
-from composition.stacked import Stacked, stack, unstackable
+from composition.stacked import Stacked, check_init, stack, unstackable
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +240,8 @@ class ComposedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         folder = str(pretrained_model_name_or_path)
         config = kwargs.pop("config", None) or ComposedConfig.from_pretrained(folder)
         sources = checked_sources(config, folder)
+        for of_the_folder in ("revision", "code_revision", "adapter_kwargs", "_from_auto"):
+            kwargs.pop(of_the_folder, None)
         maps = kwargs.pop("device_map", None)
         places = maps if isinstance(maps, list) else [maps] * len(sources)
         if len(places) != len(sources):
@@ -293,32 +295,35 @@ def _of_adapters(base: Any, adapters: Mapping[str, str]) -> Sequential | Stacked
     """All adapters stacked on the base, or each merged into a copy of it."""
     from copy import deepcopy
 
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
-    if not adapters:
-        return Sequential([base])
-    untouched = deepcopy(base)
     wrapped: Any = None
-    try:
-        for name, folder in adapters.items():
+    for name, folder in adapters.items():
+        try:
+            check_init(name, PeftConfig.from_pretrained(folder))
             if wrapped is None:
                 wrapped = PeftModel.from_pretrained(base, folder, adapter_name=name)
             else:
                 wrapped.load_adapter(folder, adapter_name=name)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CompositionError(
-            f"{name}: the adapter in {folder} does not fit the base: {reason}"
-        ) from None
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+            if isinstance(error, CompositionError):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            raise CompositionError(
+                f"{name}: the adapter in {folder} does not fit the base: {reason}"
+            ) from None
+    if wrapped is None:
+        return Sequential([base])
     faults = [fault for name in adapters for fault in unstackable(wrapped, name)]
     if not faults:
         return stack(wrapped, list(adapters)).eval()
     log.warning("%s; every adapter is merged into a copy of the base", "; ".join(faults))
+    base = wrapped.unload()
     experts = [
-        PeftModel.from_pretrained(deepcopy(untouched), folder).merge_and_unload().eval()
+        PeftModel.from_pretrained(deepcopy(base), folder).merge_and_unload().eval()
         for folder in adapters.values()
     ]
-    return Sequential([untouched, *experts])
+    return Sequential([base, *experts])
 
 
 def _unlike(base: Any, name: str, expert: Any) -> list[str]:

@@ -147,6 +147,20 @@ def stack(model: Any, names: Sequence[str]) -> Stacked:
     return Stacked(inner, len(names), blocks)
 
 
+def check_init(name: str, config: Any) -> None:
+    """An adapter leaves the base's weights as they are.
+
+    Raises:
+        CompositionError: its initialisation has moved them.
+    """
+    init = getattr(config, "init_lora_weights", True)
+    if init not in PLAIN_INITS:
+        raise CompositionError(
+            f"{name} was initialised by {init}, which moves the base's own weights; convert it to "
+            "a plain LoRA adapter (PEFT's path_initial_model_for_weight_conversion)"
+        )
+
+
 def unstackable(model: Any, name: str) -> list[str]:
     """Sentences on what makes an adapter of a `PeftModel` more than low-rank additions."""
     from peft.tuners.lora.layer import Linear as LoraLinear
@@ -160,8 +174,6 @@ def unstackable(model: Any, name: str) -> list[str]:
     faults = []
     if config.bias != "none":
         faults.append(f"{name} trains biases ({config.bias})")
-    if config.init_lora_weights not in PLAIN_INITS:
-        faults.append(f"{name} was initialised by {config.init_lora_weights}, which moves the base")
     for module in model.get_base_model().modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             faults.append(f"{name} replaces whole modules (modules_to_save)")

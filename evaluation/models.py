@@ -7,6 +7,7 @@ Every model is either the base, an expert, a merge (`evaluation.merges`) or a co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from evaluation.family import (
     read_config,
     weights,
 )
-from merging import METHODS, parse_parameters
+from merging import METHODS, Adapter, parse_parameters
 from merging.recipe import Dtype
 from merging.settings import first_of, varies
 
@@ -93,6 +94,20 @@ def combination(model: Model, experts: int) -> Combination:
     )
 
 
+def _adapters(family: Family) -> dict[str, Path] | None:
+    """The experts' folders where all are LoRA adapters, which run in one pass on one base.
+
+    In a narrower type than float32 the factors beside a rounded base would be another model than
+    the expert alone, whose weights are rounded after they are added.
+    """
+    folders = {
+        name: expert.adapter_folder
+        for name, expert in family.experts.items()
+        if isinstance(expert, Adapter)
+    }
+    return folders if folders and len(folders) == len(family.experts) else None
+
+
 def tensors(
     planned: PlannedModel, family: Family, dtype: Dtype, reports: dict[str, Any]
 ) -> Mapping[str, Tensor]:
@@ -125,18 +140,20 @@ def load(
     ends = eos_ids(family, tokenizer)
     if planned.model is not None and planned.kind == "composition":
         parts = planned_models(experiment)[: planned.components]  # the base and the experts
-        base, *experts = (
-            build(folder, tensors(part, family, name, told), dtype, device) for part in parts
-        )
-        chosen = combination(planned.model, len(experts))
-        model = ComposedForCausalLM.from_models(
-            base,
-            experts,
-            names=list(family.experts),
-            vocab_size=len(tokenizer),
-            eos_ids=sorted(ends),
-            **dict(chosen),
-        )
+        chosen = dict(combination(planned.model, len(parts) - 1))
+        chosen |= {"vocab_size": len(tokenizer), "eos_ids": sorted(ends)}
+        adapters = _adapters(family) if name == "float32" else None
+        base = build(folder, tensors(parts[0], family, name, told), dtype, device)
+        if adapters is not None:
+            model = ComposedForCausalLM.from_adapters(base, adapters, **chosen)
+        else:
+            experts = [
+                build(folder, tensors(part, family, name, told), dtype, device)
+                for part in parts[1:]
+            ]
+            model = ComposedForCausalLM.from_models(
+                base, experts, names=list(family.experts), **chosen
+            )
         new_cache: Callable[[], Any] = model.new_cache
     else:
         model = build(folder, tensors(planned, family, name, told), dtype, device)

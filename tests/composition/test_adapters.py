@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from copy import deepcopy
 from pathlib import Path
@@ -273,6 +274,16 @@ def test_an_adapter_of_another_base_is_told_by_name(tmp_path: Path) -> None:
     folders = experts(llama(), tmp_path, "llama")
     with pytest.raises(CompositionError, match=r"math: the adapter in .* does not fit the base"):
         ComposedForCausalLM.from_adapters(made_small(), {"math": folders["math"]})
+
+
+def test_an_initialisation_that_moves_the_base_is_refused(tmp_path: Path) -> None:
+    base = llama()
+    settings = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}
+    folder = adapter(base, tmp_path / "pissa", 1, **settings)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["init_lora_weights"] == "pissa"
+    with pytest.raises(CompositionError, match="math was initialised by pissa"):
+        ComposedForCausalLM.from_adapters(base, {"math": folder})
 
 
 def made_small() -> Any:

@@ -204,9 +204,9 @@ def floor(folders: list[Path], out: Path) -> float:
 INSIDE = """
 import sys, time
 from pathlib import Path
-from evaluation.cli import _keep_freed_memory
+from evaluation.cli import keep_freed_memory
 from merging import load_recipe, merge_to_folder
-_keep_freed_memory()
+keep_freed_memory()
 recipe = load_recipe(Path(sys.argv[1]))
 start = time.perf_counter()
 merge_to_folder(recipe, Path(sys.argv[2]))

@@ -300,7 +300,7 @@ MALLOC = {
 }
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Has glibc keep buffers of up to 32 MB for reuse instead of giving each back to the system.
 
     Torch allocates every intermediate result anew, and on a virtual machine fresh pages are dear:
@@ -325,7 +325,7 @@ FAULTS = {
 
 def main() -> None:
     """The entry point: runs a command and turns what went wrong into words and an exit code."""
-    _keep_freed_memory()
+    keep_freed_memory()
     try:
         sys.exit(app(standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):

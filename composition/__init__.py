@@ -13,6 +13,7 @@ from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
 from composition.rules import RULES
 from composition.scoring import score_continuations
+from composition.speculation import Sampling, Speculated, speculate, task_arithmetic_drafter
 from composition.vocabulary import check_vocabularies
 
 __all__ = [
@@ -21,10 +22,14 @@ __all__ = [
     "ComposedForCausalLM",
     "CompositionError",
     "Divergences",
+    "Sampling",
+    "Speculated",
     "check_vocabularies",
     "compose_logits",
     "divergences",
     "log_partition",
     "parse_combination",
     "score_continuations",
+    "speculate",
+    "task_arithmetic_drafter",
 ]

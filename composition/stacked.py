@@ -77,6 +77,18 @@ class StackedLinear(nn.Module):
             result[size:] = added.view_as(result[size:])
         return result
 
+    def merged(self, weights: Sequence[float]) -> nn.Module:
+        """A copy of the base's layer with Σ w_i A_i B_i in its weight."""
+        from copy import deepcopy
+
+        layer: Any = deepcopy(self.linear)
+        added = sum(w * (a @ b) for w, a, b in zip(weights, self.down, self.up, strict=True))
+        if isinstance(added, Tensor):
+            sideways = isinstance(layer, nn.Linear)  # (out, in); a Conv1D's weight is (in, out)
+            with torch.no_grad():
+                layer.weight.add_(added.T if sideways else added)
+        return layer  # type: ignore[no-any-return]
+
 
 class Stacked(nn.Module):
     """A base whose linear layers are stacked."""

@@ -1,6 +1,6 @@
 """What composing costs: steps, throughput, scoring and growth, on SmolLM2-135M with LoRA experts.
 
-    python benchmarks/composition_speed.py MODELS [--parts step throughput score growth]
+    python benchmarks/composition_speed.py MODELS [--parts step throughput speculation score growth]
 
 MODELS is a folder with `experts/math` and `experts/code`. All parts are measured side by side in
 one process, in turn, and told as ratios of medians; the machine's noise is in the range.
@@ -8,6 +8,9 @@ one process, in turn, and told as ratios of medians; the machine's noise is in t
     step         one decoding step of the composition against one of the base, after 256 tokens
     throughput   tokens a second over prompts: the plain loop of separate models with caches at
                  batch 1, against batches of the composition
+    speculation  full experts at batch 1, drafted by their task-arithmetic merge: forwards of a
+                 model a token and time against the same without; experts as they are, and with
+                 their task vectors scaled down to KL(expert || base) of about 0.03 nats
     score        log-likelihoods at batch 4 and 256 tokens: time and extra peak memory against one
                  model's
     growth       a step as experts are added
@@ -27,12 +30,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from composition import ComposedForCausalLM, compose_logits, score_continuations
+from composition import (
+    ComposedForCausalLM,
+    compose_logits,
+    score_continuations,
+    speculate,
+    task_arithmetic_drafter,
+)
 from evaluation.cli import keep_freed_memory
 from evaluation.family import convert_gguf
 from evaluation.references import resolve
 
-PARTS = ("step", "throughput", "score", "growth")
+PARTS = ("step", "throughput", "speculation", "score", "growth")
 CONTEXT = 256
 
 
@@ -150,9 +159,8 @@ def batched(model: ComposedForCausalLM, rows: list[list[int]], new: int) -> list
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    found = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
-    )
+    model.generation_config.eos_token_id = None  # every text goes on to its limit
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
     generated: list[list[int]] = found[:, width:].tolist()
     return generated
 
@@ -168,7 +176,6 @@ def throughput(models: Path, data: Path, dtype: torch.dtype, count: int, new: in
     loop = len(some) * new / (time.perf_counter() - started)
     del separate
     composed = stacked(base, models, 2)
-    composed.generation_config.eos_token_id = composed.generation_config.eos_token_id or 2
     print(f"\n| {dtype} | tokens a second | times the loop |\n|---|---:|---:|")
     print(f"| plain loop of three models, batch 1 | {loop:.1f} | 1 |", flush=True)
     for batch in (8, 32, 64):
@@ -185,6 +192,62 @@ def throughput(models: Path, data: Path, dtype: torch.dtype, count: int, new: in
         print(
             f"| stacked, batch {batch} ({same} of {len(some)} texts the same) | {speed:.1f} "
             f"| {speed / loop:.1f} |",
+            flush=True,
+        )
+
+
+@torch.inference_mode()
+def divergence(base: Any, expert: Any, rows: list[list[int]]) -> float:
+    """Mean of KL(expert || base) in nats at the positions of some texts."""
+    found = []
+    for row in rows:
+        ids = torch.tensor([row])
+        p, q = (model(input_ids=ids).logits[0].log_softmax(-1) for model in (expert, base))
+        found.append(float((p.exp() * (p - q)).sum(-1).mean()))
+    return statistics.mean(found)
+
+
+def scaled(base: Any, expert: Any, scale: float) -> Any:
+    model, ours = deepcopy(base), dict(base.named_parameters())
+    theirs = dict(expert.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(theirs[name] - ours[name], alpha=scale)
+    return model
+
+
+def speculation(models: Path, data: Path, dtype: torch.dtype, new: int) -> None:
+    base = load(dtype)
+    tokenizer = AutoTokenizer.from_pretrained(base_folder())
+    rows = prompts(tokenizer, data, 6)
+    experts = merged(base, models)
+    print(
+        f"\n| {dtype}, task vectors times | KL to the base, nats | accepted | forwards a token "
+        "| tokens a second without | with | times |\n|---:|---:|---:|---:|---:|---:|---:|"
+    )
+    for scale in (1.0, 0.3):
+        chosen = [scaled(base, expert, scale) for expert in experts]
+        kl = statistics.mean(divergence(base, expert, rows) for expert in chosen)
+        composed = ComposedForCausalLM.from_models(base, chosen)
+        composed.eos_ids = []
+        drafter = task_arithmetic_drafter(composed)
+        seconds, forwards, accepted, drafted = {"plain": 0.0, "drafted": 0.0}, [], 0, 0
+        same = 0
+        for row in rows:
+            started = time.perf_counter()
+            (plain,) = batched(composed, [row], new)
+            seconds["plain"] += time.perf_counter() - started
+            started = time.perf_counter()
+            found = speculate(composed, drafter, torch.tensor([row]), max_new_tokens=new)
+            seconds["drafted"] += time.perf_counter() - started
+            forwards.append(found.per_token)
+            accepted, drafted = accepted + found.accepted, drafted + found.drafted
+            same += found.tokens == [plain]
+        speeds = {name: len(rows) * new / value for name, value in seconds.items()}
+        print(
+            f"| {scale} ({same} of {len(rows)} texts the same) | {kl:.3f} "
+            f"| {accepted / drafted:.2f} | {statistics.mean(forwards):.2f} | {speeds['plain']:.1f} | {speeds['drafted']:.1f} "
+            f"| {speeds['drafted'] / speeds['plain']:.2f} |",
             flush=True,
         )
 
@@ -251,6 +314,9 @@ def main() -> None:
             elif part == "throughput":
                 data = arguments.data or arguments.models / "data"
                 throughput(arguments.models, data, dtype, arguments.prompts, arguments.new)
+            elif part == "speculation":
+                data = arguments.data or arguments.models / "data"
+                speculation(arguments.models, data, dtype, arguments.new)
             elif part == "score":
                 score(arguments.models, dtype, arguments.repeat)
             else:

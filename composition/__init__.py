@@ -8,7 +8,7 @@ A rule is one file in `composition.rules`; gate and EOS rule combine with any of
 from __future__ import annotations
 
 from composition.combination import Combination, compose_logits, parse_combination
-from composition.divergence import Divergences, divergences, log_partition
+from composition.divergence import Divergences, Explanation, divergences, explain, log_partition
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
 from composition.rules import RULES
@@ -22,11 +22,13 @@ __all__ = [
     "ComposedForCausalLM",
     "CompositionError",
     "Divergences",
+    "Explanation",
     "Sampling",
     "Speculated",
     "check_vocabularies",
     "compose_logits",
     "divergences",
+    "explain",
     "log_partition",
     "parse_combination",
     "score_continuations",

@@ -8,9 +8,11 @@ cache reach every component.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from transformers import Cache, DynamicCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 
 def flat_config(config: Any, components: int) -> Any:
@@ -31,4 +33,18 @@ def new_cache(config: Any) -> DynamicCache:
 
 def view(flat: Any, index: int, layers: int) -> Any:
     """Component `index`'s part of the flat cache, sharing its layer objects."""
+    if isinstance(flat, PagedAttentionCache):
+        part = copy(flat)
+        part.__class__ = _PagedView
+        part.first = index * layers
+        return part
     return Cache(layers=flat.layers[index * layers : (index + 1) * layers])
+
+
+class _PagedView(PagedAttentionCache):  # type: ignore[misc]
+    """Continuous batching's cache with the layers counted from a component's first."""
+
+    first: int
+
+    def update(self, keys: Any, values: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(keys, values, layer_idx + self.first, *args, **kwargs)

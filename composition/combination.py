@@ -137,9 +137,10 @@ def combine(
     dtype = torch.promote_types(base.dtype, torch.float32)
     base, experts = base.to(dtype), [expert.to(dtype) for expert in experts]
     # A token that a component excludes (-inf) stays excluded; -inf minus -inf would be NaN.
-    excluded = torch.stack([logits == -torch.inf for logits in (base, *experts)]).any(0)
-    some = bool(excluded.any())
+    least = torch.stack([logits.amin() for logits in (base, *experts)])
+    some = bool((least == -torch.inf).any())
     if some:
+        excluded = torch.stack([logits == -torch.inf for logits in (base, *experts)]).any(0)
         base, *experts = (logits.masked_fill(excluded, EXCLUDED) for logits in (base, *experts))
     weights = chosen.weights or ()
     if chosen.temperatures is not None:

@@ -11,10 +11,13 @@ here a gap of 1e-7 still gives its KL of 1e-15 to several digits in float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from composition.gate import kl_to_base
 
 
 class Divergences(NamedTuple):
@@ -25,6 +28,34 @@ class Divergences(NamedTuple):
     js: Tensor  # Jensen-Shannon divergence, at most log 2
     tv: Tensor  # total variation distance, in [0, 1]
     top1_agreement: Tensor  # 1 where both have the same most probable token
+
+
+class Explanation(NamedTuple):
+    """What each component has said of a token, in nats."""
+
+    logprobs: Tensor  # (k + 1, ...) of the chosen token, the base's first
+    kl_to_base: Tensor  # (k, ...) KL(p_i ‖ p_b)
+    log_partition: Tensor  # (...) log Z_t of the product rule
+
+
+def explain(components: Sequence[Tensor], tokens: Tensor, weights: Sequence[float]) -> Explanation:
+    """The components' part in chosen tokens.
+
+    Args:
+        components: logits (..., V), the base's first: what `output_components` gives.
+        tokens: (...) the ids that were chosen.
+        weights: one an expert.
+    """
+    base, *experts = (logits.float() for logits in components)
+    logprobs = [
+        logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for logits in (base, *experts)
+    ]
+    shifts = [kl_to_base(base, expert) for expert in experts]
+    return Explanation(
+        torch.stack(logprobs),
+        torch.stack(shifts) if shifts else base.new_zeros(0, *tokens.shape),
+        log_partition(base, experts, weights),
+    )
 
 
 def divergences(p_logits: Tensor, q_logits: Tensor) -> Divergences:
@@ -48,7 +79,9 @@ def divergences(p_logits: Tensor, q_logits: Tensor) -> Divergences:
     )
 
 
-def log_partition(base_logits: Tensor, expert_logits: list[Tensor], weights: list[float]) -> Tensor:
+def log_partition(
+    base_logits: Tensor, expert_logits: Sequence[Tensor], weights: Sequence[float]
+) -> Tensor:
     """log Z_t = log E_b[Π (p_i/p_b)^{w_i}], (...): 0 where the conditionals factorise."""
     base = base_logits.log_softmax(-1)
     total = base

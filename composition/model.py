@@ -195,6 +195,13 @@ class ComposedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         """Composes the components' logits, base first, and rules out padded vocabulary rows."""
         base, *experts = logits
         composed = combine(self.combination, base, experts, self.eos_ids)
+        if bool(composed.isnan().any()):
+            called = [name for name, _, _ in self.origins]
+            named = [n for n, z in zip(called, logits, strict=True) if bool(z.isnan().any())]
+            raise CompositionError(
+                f"the logits of {' and '.join(named) or 'the composition'} hold NaN; look at the "
+                "weights and the dtype"
+            )
         if composed.shape[-1] > self.real_ids:
             composed[..., self.real_ids :] = -torch.inf
         return composed

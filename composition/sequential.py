@@ -47,7 +47,7 @@ class Sequential(nn.Module):
 
     def forward(self, cache: Any, **inputs: Any) -> list[Tensor]:
         """Each component's logits, the base's first, (B, T, V) each."""
-        layers = 0 if cache is None else len(cache.layers) // self.count
+        layers = self.base.config.get_text_config().num_hidden_layers
         device = self.base.device
         logits = []
         for index, component in enumerate(self.components):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from composition.errors import CompositionError
 from composition.sequential import project
@@ -120,6 +121,11 @@ class Stacked(nn.Module):
 
     def forward(self, cache: Any, **inputs: Any) -> list[Tensor]:
         """Each component's logits, the base's first, (B, T, V) each."""
+        if isinstance(cache, PagedAttentionCache):
+            raise CompositionError(
+                "stacked adapters cannot be served by continuous batching, whose rows are packed; "
+                "compose merged models with from_models"
+            )
         output = self.model(cache=cache, **_repeated(inputs, self.count))
         return list(output.logits.chunk(self.count))
 

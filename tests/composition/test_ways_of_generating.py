@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipeline
 
-from composition import ComposedForCausalLM, CompositionError, compose_logits
+from composition import ComposedForCausalLM, CompositionError, compose_logits, explain
 
 PROMPT = "one and two"
 COUNT = 12
@@ -110,6 +110,43 @@ def test_in_lm_evals_own_model(
         float(logprobs[place - 1, token]) for place, token in enumerate(rest, start=len(context))
     )
     assert found == pytest.approx(exact, abs=1e-3)
+
+
+def test_continuous_batching(models: list[Any], composed: ComposedForCausalLM, words: Any) -> None:
+    from transformers import GenerationConfig
+
+    prompts = [PROMPT, "to", "a longer text than the others"]
+    ids = [words(prompt)["input_ids"] for prompt in prompts]
+    settings = GenerationConfig(max_new_tokens=COUNT, do_sample=False, eos_token_id=2)
+    outputs = composed.generate_batch(inputs=ids, generation_config=settings, progress_bar=False)
+    by_prompt = {tuple(one.prompt_ids): list(one.generated_tokens) for one in outputs.values()}
+    for prompt in ids:
+        assert by_prompt[tuple(prompt)] == plain(models, prompt)
+
+
+def test_a_components_nan_is_told_by_name(models: list[Any], words: Any) -> None:
+    with torch.no_grad():
+        models[2].model.norm.weight[0] = float("nan")
+    broken = ComposedForCausalLM.from_models(models[0], models[1:], names=["math", "code"])
+    with pytest.raises(CompositionError, match="the logits of code hold NaN"):
+        generated(broken, words)
+
+
+def test_what_the_components_say_of_the_chosen_tokens(
+    models: list[Any], composed: ComposedForCausalLM
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        output = composed(input_ids=ids, output_components=True)
+        found = explain(output.components, ids, composed.combination.weights)
+        singles = [model(input_ids=ids).logits.log_softmax(-1) for model in models]
+    for place, logprobs in enumerate(singles):
+        exact = logprobs[0, torch.arange(4), ids[0]]
+        assert torch.allclose(found.logprobs[place, 0], exact, atol=1e-4)
+    kl = (singles[1].exp() * (singles[1] - singles[0])).sum(-1)
+    assert torch.allclose(found.kl_to_base[0], kl, atol=1e-4)
+    total = (singles[1] + singles[2] - singles[0]).exp().sum(-1).log()  # Σ p_1 p_2 / p_b
+    assert torch.allclose(found.log_partition, total, atol=1e-4)
 
 
 class TestSaved:

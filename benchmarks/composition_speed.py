@@ -246,7 +246,8 @@ def speculation(models: Path, data: Path, dtype: torch.dtype, new: int) -> None:
         speeds = {name: len(rows) * new / value for name, value in seconds.items()}
         print(
             f"| {scale} ({same} of {len(rows)} texts the same) | {kl:.3f} "
-            f"| {accepted / drafted:.2f} | {statistics.mean(forwards):.2f} | {speeds['plain']:.1f} | {speeds['drafted']:.1f} "
+            f"| {accepted / drafted:.2f} | {statistics.mean(forwards):.2f} "
+            f"| {speeds['plain']:.1f} | {speeds['drafted']:.1f} "
             f"| {speeds['drafted'] / speeds['plain']:.2f} |",
             flush=True,
         )

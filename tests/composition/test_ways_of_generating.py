@@ -113,12 +113,15 @@ def test_in_lm_evals_own_model(
 
 
 def test_continuous_batching(models: list[Any], composed: ComposedForCausalLM, words: Any) -> None:
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     prompts = [PROMPT, "to", "a longer text than the others"]
     ids = [words(prompt)["input_ids"] for prompt in prompts]
     settings = GenerationConfig(max_new_tokens=COUNT, do_sample=False, eos_token_id=2)
-    outputs = composed.generate_batch(inputs=ids, generation_config=settings, progress_bar=False)
+    outputs = composed.generate_batch(
+        inputs=ids, generation_config=settings, continuous_batching_config=small
+    )
     by_prompt = {tuple(one.prompt_ids): list(one.generated_tokens) for one in outputs.values()}
     for prompt in ids:
         assert by_prompt[tuple(prompt)] == plain(models, prompt)

@@ -115,6 +115,8 @@ def merge(
     folders = search_path(recipe.resolve(), None)
 
     def locate(name: str) -> Path:
+        if name.endswith(".safetensors"):  # statistics of an expert
+            return next((p / name for p in folders if (p / name).is_file()), Path(name))
         found = fetch(resolve(name, folders), folders)
         return _checkpoint(found.path or Path(name))
 

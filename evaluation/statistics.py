@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -201,6 +201,7 @@ def gather(
     model: Any, examples: Sequence[Example], kind: Kind, progress: Progress | None = None
 ) -> dict[str, Tensor]:
     """The statistics of a model, in float32 on the CPU, by the names of its parameters."""
+    one: Callable[[Any, Example], Iterable[tuple[str, Tensor]]]
     one = _square_gradients if kind == "fisher" else _input_products
     found: dict[str, Tensor] = {}
     for number, example in enumerate(examples, start=1):
@@ -232,19 +233,17 @@ def write_statistics(found: Mapping[str, Tensor], file: Path, about: Mapping[str
         partial.unlink(missing_ok=True)
 
 
-def _square_gradients(model: Any, example: Example) -> list[tuple[str, Tensor]]:
+def _square_gradients(model: Any, example: Example) -> Iterator[tuple[str, Tensor]]:
+    """One parameter after the other, so that only one is held twice."""
     model.zero_grad(set_to_none=True)
     ids = torch.tensor([example.ids], device=model.device)
     logits = model(input_ids=ids).logits[0, example.start - 1 : -1].float()
     loss = torch.nn.functional.cross_entropy(logits, ids[0, example.start :], reduction="sum")
     torch.autograd.backward(loss)
-    found = [
-        (name, parameter.grad.float().square())
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    ]
-    model.zero_grad(set_to_none=True)
-    return found
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad.float().square()
+            parameter.grad = None
 
 
 @torch.no_grad()

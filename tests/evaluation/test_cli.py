@@ -120,3 +120,37 @@ def test_merge_writes_a_checkpoint(
     code, told = call(capsys, monkeypatch, "merge", str(recipe), str(tmp_path / "out"))
     assert code == 0, told
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert "21 tensors merged, 0 kept from the base" in told
+    assert "in sign conflict" in told
+
+
+def test_statistics_are_gathered_and_merged_with(
+    tmp_path: Path,
+    family: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files are named relative to the recipe, wherever the command is given."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"q": "one", "a": "two"}\n{"q": "three", "a": "four"}\n')
+    for name in ("first", "second"):
+        (folder / f"{name}.yaml").write_text(
+            f"kind: fisher\nbase: {family['base']}\nmodel: {family[name]}\n"
+            "data: [{file: rows.jsonl, prompt: '{q}', completion: '{a}'}]\n"
+        )
+        out = folder / f"{name}.safetensors"
+        code, told = call(capsys, monkeypatch, "statistics", str(folder / f"{name}.yaml"), str(out))
+        assert code == 0, told
+        assert "over 2 examples" in told
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"method: fisher\nbase: {family['base']}\nmodels:\n"
+        f"  - {{model: {family['first']}, statistics: first.safetensors}}\n"
+        f"  - {{model: {family['second']}, statistics: second.safetensors}}\n"
+    )
+    code, told = call(capsys, monkeypatch, "merge", str(recipe), str(tmp_path / "out"))
+    assert code == 0, told
+    recipe.write_text(recipe.read_text().replace("second.safetensors", "absent.safetensors"))
+    code, told = call(capsys, monkeypatch, "merge", str(recipe), str(tmp_path / "out"))
+    assert (code, "there is no checkpoint absent.safetensors" in told) == (2, True), told

@@ -24,7 +24,7 @@ from composition.combination import Combination, combine, parse_combination
 from composition.errors import CompositionError
 from composition.saved import ComposedConfig, checked_sources, source_of
 from composition.sequential import Sequential
-from composition.stacked import Stacked, check_init, stack, unstackable
+from composition.stacked import Stacked, check_init, stack
 
 log = logging.getLogger(__name__)
 
@@ -321,10 +321,11 @@ def _of_adapters(base: Any, adapters: Mapping[str, str]) -> Sequential | Stacked
             ) from None
     if wrapped is None:
         return Sequential([base])
-    faults = [fault for name in adapters for fault in unstackable(wrapped, name)]
-    if not faults:
+    try:
         return stack(wrapped, list(adapters)).eval()
-    log.warning("%s; every adapter is merged into a copy of the base", "; ".join(faults))
+    except CompositionError as error:
+        told = "; ".join(str(error).splitlines())
+    log.warning("%s; every adapter is merged into a copy of the base", told)
     base = wrapped.unload()
     experts = [
         PeftModel.from_pretrained(deepcopy(base), folder).merge_and_unload().eval()

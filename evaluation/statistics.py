@@ -206,7 +206,7 @@ def gather(
     found: dict[str, Tensor] = {}
     for number, example in enumerate(examples, start=1):
         for name, value in one(model, example):
-            found[name] = found[name].add_(value) if name in found else value.clone()
+            found[name] = found[name].add_(value) if name in found else value
         if progress is not None:
             progress(number, len(examples))
     if kind == "fisher":

@@ -5,7 +5,9 @@
 MODELS is a folder with `experts/math` and `experts/code`. All parts are measured side by side in
 one process, in turn, and told as ratios of medians; the machine's noise is in the range.
 
-    step         one decoding step of the composition against one of the base, after 256 tokens
+    step         one decoding step of the composition against one of the base, after 256 tokens;
+                 the base as transformers runs it, and with its weights packed and its cache
+                 growing in place as the composition's are
     throughput   tokens a second over prompts: the plain loop of separate models with caches at
                  batch 1, against batches of the composition
     speculation  full experts at batch 1, drafted by their task-arithmetic merge: forwards of a
@@ -33,6 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from composition import (
     ComposedForCausalLM,
     compose_logits,
+    new_cache,
+    pack,
     score_continuations,
     speculate,
     task_arithmetic_drafter,
@@ -57,10 +61,12 @@ def load(dtype: torch.dtype) -> Any:
 
 
 def stacked(base: Any, models: Path, count: int) -> ComposedForCausalLM:
-    """So many experts: math and code in turn."""
+    """So many experts: math and code in turn; packed, as experiments run them."""
     names = [("math", "code")[place % 2] for place in range(count)]
     adapters = {f"{name}{place}": models / "experts" / name for place, name in enumerate(names)}
-    return ComposedForCausalLM.from_adapters(deepcopy(base), adapters)
+    composed = ComposedForCausalLM.from_adapters(deepcopy(base), adapters)
+    pack(composed)
+    return composed
 
 
 def merged(base: Any, models: Path) -> list[Any]:
@@ -111,22 +117,31 @@ def told(values: list[float], unit: float = 1e3) -> str:
 
 
 def steps(models: Path, dtype: torch.dtype, repeat: int, batches: list[int]) -> None:
-    print(f"\n| {dtype} | batch | base step, ms | k = 2, ms | times | k = 4, ms | times |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print(
+        f"\n| {dtype}, batch | base, ms | packed, ms | k = 2, ms | times base | times packed "
+        "| k = 4, ms | times base | times packed |"
+    )
+    print("|---:" * 9 + "|")
     base = load(dtype)
-    two, four = stacked(base, models, 2), stacked(base, models, 4)
+    packed, two, four = deepcopy(base), stacked(base, models, 2), stacked(base, models, 4)
+    pack(packed)
     for batch in batches:
         runs = {
             "base": stepper(base, batch, lambda: DynamicCache(config=base.config)),
+            "packed": stepper(packed, batch, lambda: new_cache(base.config)),
             "two": stepper(two, batch, two.new_cache),
             "four": stepper(four, batch, four.new_cache),
         }
         found = in_turn(runs, repeat)
         middle = {name: statistics.median(values) for name, values in found.items()}
         print(
-            f"| step | {batch} | {told(found['base'])} | {told(found['two'])} "
-            f"| {middle['two'] / middle['base']:.2f} | {told(found['four'])} "
-            f"| {middle['four'] / middle['base']:.2f} |",
+            f"| {batch} | {told(found['base'])} | {told(found['packed'])} | "
+            + " | ".join(
+                f"{told(found[name])} | {middle[name] / middle['base']:.2f} "
+                f"| {middle[name] / middle['packed']:.2f}"
+                for name in ("two", "four")
+            )
+            + " |",
             flush=True,
         )
 
@@ -216,10 +231,10 @@ def scaled(base: Any, expert: Any, scale: float) -> Any:
     return model
 
 
-def speculation(models: Path, data: Path, dtype: torch.dtype, new: int) -> None:
+def speculation(models: Path, data: Path, dtype: torch.dtype, texts: int, new: int) -> None:
     base = load(dtype)
     tokenizer = AutoTokenizer.from_pretrained(base_folder())
-    rows = prompts(tokenizer, data, 6)
+    rows = prompts(tokenizer, data, texts)
     experts = merged(base, models)
     print(
         f"\n| {dtype}, task vectors times | KL to the base, nats | accepted | forwards a token "
@@ -231,6 +246,8 @@ def speculation(models: Path, data: Path, dtype: torch.dtype, new: int) -> None:
         composed = ComposedForCausalLM.from_models(base, chosen)
         composed.eos_ids = []
         drafter = task_arithmetic_drafter(composed)
+        pack(composed)
+        pack(drafter)
         seconds, forwards, accepted, drafted = {"plain": 0.0, "drafted": 0.0}, [], 0, 0
         same = 0
         for row in rows:
@@ -282,17 +299,40 @@ def score(models: Path, dtype: torch.dtype, repeat: int) -> None:
     )
 
 
-def growth(models: Path, dtype: torch.dtype, repeat: int) -> None:
+def growth(models: Path, dtype: torch.dtype, repeat: int, figure: Path | None) -> None:
     base = load(dtype)
-    runs = {"0": stepper(base, 1, lambda: DynamicCache(config=base.config))}
-    for count in (1, 2, 4, 8):
+    packed = deepcopy(base)
+    pack(packed)
+    runs = {
+        "base": stepper(base, 1, lambda: DynamicCache(config=base.config)),
+        "0": stepper(packed, 1, lambda: new_cache(base.config)),
+    }
+    counts = (1, 2, 4, 8)
+    for count in counts:
         composed = stacked(base, models, count)
         runs[str(count)] = stepper(composed, 1, composed.new_cache)
     found = in_turn(runs, repeat)
-    print(f"\n| {dtype}, experts | a step at batch 1, ms | times the base's |\n|---:|---:|---:|")
+    middle = {name: statistics.median(values) for name, values in found.items()}
+    print(f"\n| {dtype}, experts | a step at batch 1, ms | times base | times packed base |")
+    print("|---:|---:|---:|---:|")
     for count, values in found.items():
-        times = statistics.median(values) / statistics.median(found["0"])
-        print(f"| {count} | {told(values)} | {times:.2f} |")
+        times = [f"{middle[count] / middle[one]:.2f}" for one in ("base", "0")]
+        print(f"| {count} | {told(values)} | {' | '.join(times)} |")
+    if figure is not None:
+        draw_growth({int(k): middle[k] / middle["0"] for k in ("0", *map(str, counts))}, figure)
+
+
+def draw_growth(times: dict[int, float], file: Path) -> None:
+    """Steps of the base that a step of the composition costs, against the number of experts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(list(times), list(times.values()), marker="o", label="stacked LoRA, measured")
+    axes.plot(list(times), [k + 1 for k in times], ls="--", label="k + 1 models in turn")
+    axes.set(xlabel="experts k", ylabel="base steps a step", ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(file)
 
 
 def main() -> None:
@@ -304,6 +344,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help="of a step")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--figure", type=Path, help="file for the picture of growth")
+    parser.add_argument("--texts", type=int, default=4, help="prompts of speculation")
     parser.add_argument("--new", type=int, default=32, help="tokens a prompt")
     arguments = parser.parse_args()
     keep_freed_memory()  # as the command does; the base and the composition gain alike
@@ -317,11 +359,11 @@ def main() -> None:
                 throughput(arguments.models, data, dtype, arguments.prompts, arguments.new)
             elif part == "speculation":
                 data = arguments.data or arguments.models / "data"
-                speculation(arguments.models, data, dtype, arguments.new)
+                speculation(arguments.models, data, dtype, arguments.texts, arguments.new)
             elif part == "score":
                 score(arguments.models, dtype, arguments.repeat)
             else:
-                growth(arguments.models, dtype, arguments.repeat)
+                growth(arguments.models, dtype, arguments.repeat, arguments.figure)
 
 
 if __name__ == "__main__":

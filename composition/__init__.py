@@ -7,10 +7,12 @@ A rule is one file in `composition.rules`; gate and EOS rule combine with any of
 
 from __future__ import annotations
 
+from composition.cache import new_cache
 from composition.combination import Combination, compose_logits, parse_combination
 from composition.divergence import Divergences, Explanation, divergences, explain, log_partition
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
+from composition.packed import pack
 from composition.rules import RULES
 from composition.scoring import score_continuations
 from composition.speculation import Sampling, Speculated, speculate, task_arithmetic_drafter
@@ -30,6 +32,8 @@ __all__ = [
     "divergences",
     "explain",
     "log_partition",
+    "new_cache",
+    "pack",
     "parse_combination",
     "score_continuations",
     "speculate",

@@ -1,4 +1,4 @@
-"""One flat cache for many models.
+"""Caches of keys and values: one that grows in place, and one flat cache for many models.
 
 `generate` builds one cache with as many layers as the config names. A composition of k experts
 has (k+1) L layers: component i works on a view whose layers are the slice [iL : (i+1)L] of the
@@ -11,7 +11,10 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 
@@ -26,9 +29,72 @@ def flat_config(config: Any, components: int) -> Any:
     return flat
 
 
+SPARE = 64
+"""Columns that a growing layer has in reserve, or a quarter of its length where that is more."""
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values (rows, heads, T, D) as the front of a buffer with room for more.
+
+    `DynamicLayer` copies everything it holds for every new token: at 96 rows and 256 tokens of
+    SmolLM2 half of a decoding step's time.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends (rows, heads, new, D) each; returns all."""
+        if key_states.requires_grad:  # a buffer that is written again has no gradients
+            return super().update(key_states, value_states)  # type: ignore[no-any-return]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = getattr(self, "_buffers", (self.keys, self.values))
+        grown = [
+            _appended(buffer, held, new)
+            for buffer, held, new in zip(
+                held, (self.keys, self.values), (key_states, value_states), strict=True
+            )
+        ]
+        self._buffers = (grown[0][0], grown[1][0])
+        self.keys, self.values = grown[0][1], grown[1][1]
+        return self.keys, self.values
+
+
+def _appended(buffer: Tensor, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The buffer, a larger one where need be, and the view of it that holds everything."""
+    length = held.shape[2] if held.numel() else 0
+    total = length + new.shape[2]
+    if not _in_front(buffer, held) or total > buffer.shape[2]:
+        room = total + max(SPARE, total // 4)
+        buffer = new.new_empty(*new.shape[:2], room, new.shape[3])
+        if length:
+            buffer[:, :, :length] = held
+    buffer[:, :, length:total] = new
+    return buffer, buffer[:, :, :total]
+
+
+def _in_front(buffer: Tensor, held: Tensor) -> bool:
+    """Are these the first columns of all rows of the buffer?"""
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        return False  # it may be written in inference mode only
+    return (
+        held.data_ptr() == buffer.data_ptr()
+        and held.dim() == buffer.dim() == 4
+        and held.shape[:2] == buffer.shape[:2]
+        and held.stride() == buffer.stride()
+    )
+
+
 def new_cache(config: Any) -> DynamicCache:
-    """An empty flat cache for a composed model's config."""
-    return DynamicCache(config=config)
+    """An empty cache for a model's config, or a composition's flat one, that grows in place."""
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
 
 
 def view(flat: Any, index: int, layers: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from composition.cache import flat_config, view
+from composition.cache import flat_config, new_cache, view
 
 
 class Sequential(nn.Module):
@@ -43,7 +43,7 @@ class Sequential(nn.Module):
 
     def new_cache(self, config: Any) -> DynamicCache:
         """An empty cache."""
-        return DynamicCache(config=config)
+        return new_cache(config)
 
     def forward(self, cache: Any, **inputs: Any) -> list[Tensor]:
         """Each component's logits, the base's first, (B, T, V) each."""

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from composition.cache import new_cache
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
 from composition.stacked import Stacked, StackedLinear
@@ -95,7 +95,7 @@ def speculate(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [_Row(index) for index in range(len(input_ids))]
     everyone = list(rows)
-    caches = [model.new_cache(), DynamicCache(config=drafter.config.get_text_config())]
+    caches = [model.new_cache(), new_cache(drafter.config.get_text_config())]
     for cache in caches:
         cache.activate_past_recording()
     logits = _step(model, input_ids, mask, caches[0])

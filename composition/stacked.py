@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from composition.cache import GrowingLayer, new_cache
 from composition.errors import CompositionError
 from composition.sequential import project
 
@@ -115,7 +116,7 @@ class Stacked(nn.Module):
 
     def new_cache(self, config: Any) -> DynamicCache:
         """An empty cache whose rows are selected and repeated in every block alike."""
-        cache = DynamicCache(config=config)
+        cache = new_cache(config)
         cache.layers = [_stacked(layer, self.count) for layer in cache.layers]
         return cache
 
@@ -252,7 +253,7 @@ class _Rows:
             super().batch_select_indices(self._rows(indices))  # type: ignore[misc]
 
 
-class _StackedLayer(_Rows, DynamicLayer):  # type: ignore[misc]
+class _StackedLayer(_Rows, GrowingLayer):
     pass
 
 
@@ -266,7 +267,7 @@ def _stacked(layer: Any, blocks: int) -> Any:
     Raises:
         CompositionError: a kind that cannot be stacked.
     """
-    if type(layer) is DynamicLayer:
+    if type(layer) is GrowingLayer:
         found: Any = _StackedLayer()
     elif type(layer) is DynamicSlidingWindowLayer:
         found = _StackedWindow(layer.sliding_window)

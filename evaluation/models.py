@@ -7,12 +7,13 @@ Every model is either the base, an expert, a merge (`evaluation.merges`) or a co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from composition import Combination, ComposedForCausalLM, parse_combination
+from composition import Combination, ComposedForCausalLM, new_cache, pack, parse_combination
 from evaluation import merges
 from evaluation.engine import Runtime
 from evaluation.experiment import BASE, Experiment, Model, expand
@@ -26,6 +27,7 @@ from evaluation.family import (
     read_config,
     weights,
 )
+from evaluation.training import suit_threads
 from merging import METHODS, Adapter, parse_parameters
 from merging.recipe import Dtype
 from merging.settings import first_of, varies
@@ -130,8 +132,6 @@ def load(
     Args:
         reports: takes what a merge has told of its inputs, by the model's name.
     """
-    from transformers import DynamicCache
-
     name: Dtype = experiment.generation.dtype
     dtype, told = DTYPES[name], {} if reports is None else reports
     device = choose_device(experiment.generation.device)
@@ -154,20 +154,18 @@ def load(
             model = ComposedForCausalLM.from_models(
                 base, experts, names=list(family.experts), **chosen
             )
-        new_cache: Callable[[], Any] = model.new_cache
+        empty: Callable[[], Any] = model.new_cache
     else:
         model = build(folder, tensors(planned, family, name, told), dtype, device)
-        text_config = model.config.get_text_config()
-
-        def new_cache() -> Any:
-            return DynamicCache(config=text_config)
-
+        empty = partial(new_cache, model.config.get_text_config())
+    suit_threads(model)
+    pack(model)
     config = model.config.get_text_config()
     return Runtime(
         model=model,
         tokenizer=tokenizer,
         eos_ids=ends,
-        new_cache=new_cache,
+        new_cache=empty,
         model_type=str(read_config(folder).get("model_type", "")),
         max_positions=getattr(config, "max_position_embeddings", None),
     )

@@ -39,7 +39,6 @@ from evaluation.models import PlannedModel, identity, load, planned_models
 from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
 from evaluation.statistics import Gatherer
-from evaluation.training import suit_threads
 from results import Answer, Cell, Store
 from results.merges import write_merge_reports
 from results.report import write_report
@@ -265,7 +264,6 @@ def _answer_all(
         for planned, form, group in _by_model(open_tasks):
             shown.describe(f"{planned.name} · loading")
             runtime = load(planned, families[form], experiment, reports[form])
-            suit_threads(runtime.model)
             for task in group:
                 shown.describe(f"{planned.name} · {task.bench.name}")
                 done |= _answer_task(experiment, runtime, task, done, store, shown)

@@ -11,68 +11,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import gemma2, gpt2, llama
 from torch import Tensor
 
 from composition import ComposedForCausalLM, CompositionError, compose_logits, score_continuations
 from composition.sequential import Sequential
 from composition.stacked import Stacked
-
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return made(LlamaForCausalLM, LlamaConfig(**SHAPE))
-
-
-def gemma2() -> Any:
-    """A window of 8, which the texts below leave behind."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        **SHAPE, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=5.0
-    )
-    return made(Gemma2ForCausalLM, config)
-
-
-def gpt2() -> Any:
-    """Its layers are Conv1D, whose weights lie on their side."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=60,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return made(GPT2LMHeadModel, config)
-
-
-def made(kind: Any, config: Any) -> Any:
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
 
 TARGETS = {
     "llama": (["q_proj", "v_proj", "down_proj"], "all-linear"),
@@ -273,7 +217,7 @@ def test_what_cannot_be_stacked_is_merged_into_copies_and_told(
 def test_an_adapter_of_another_base_is_told_by_name(tmp_path: Path) -> None:
     folders = experts(llama(), tmp_path, "llama")
     with pytest.raises(CompositionError, match=r"math: the adapter in .* does not fit the base"):
-        ComposedForCausalLM.from_adapters(made_small(), {"math": folders["math"]})
+        ComposedForCausalLM.from_adapters(llama(hidden_size=16), {"math": folders["math"]})
 
 
 def test_an_initialisation_that_moves_the_base_is_refused(tmp_path: Path) -> None:
@@ -284,9 +228,3 @@ def test_an_initialisation_that_moves_the_base_is_refused(tmp_path: Path) -> Non
     assert config["init_lora_weights"] == "pissa"
     with pytest.raises(CompositionError, match="math was initialised by pissa"):
         ComposedForCausalLM.from_adapters(base, {"math": folder})
-
-
-def made_small() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return made(LlamaForCausalLM, LlamaConfig(**{**SHAPE, "hidden_size": 16}))

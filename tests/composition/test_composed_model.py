@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import VOCABULARY, gemma2, gpt2, llama, qwen2
 from torch import Tensor
 
 from composition import (
@@ -17,69 +18,6 @@ from composition import (
     compose_logits,
     score_continuations,
 )
-
-VOCABULARY = 60
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-
-def llama(seed: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return made(seed, LlamaForCausalLM, LlamaConfig(**SHAPE))
-
-
-def gemma2(seed: int) -> Any:
-    """Sliding and full attention in turn, a window of 8, softcaps on attention and logits."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        **SHAPE, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=5.0
-    )
-    return made(seed, Gemma2ForCausalLM, config)
-
-
-def qwen2(seed: int) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
-    return made(seed, Qwen2ForCausalLM, Qwen2Config(**shape))
-
-
-def gpt2(seed: int) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=128,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return made(seed, GPT2LMHeadModel, config)
-
-
-def made(seed: int, kind: Any, config: Any) -> Any:
-    torch.manual_seed(seed)
-    model = kind(config).eval()
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def next_logits(models: list[Any], ids: list[int]) -> Tensor:

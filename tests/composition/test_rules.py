@@ -241,9 +241,9 @@ def test_mean_eos_moves_the_log_odds_of_stopping_by_the_mean_shift() -> None:
         return torch.tensor([odds + math.log(10)] + [0.0] * 10)
 
     base, experts = with_odds(-2.0), [with_odds(1.0), with_odds(3.0)]
-    found = compose_logits(base, experts, eos="mean", eos_ids=[0]).softmax(-1)
+    found = compose_logits(base, experts, eos="mean", eos_ids=[0]).double().softmax(-1)
     assert float(torch.log(found[0] / (1 - found[0]))) == pytest.approx(2.0, abs=1e-5)
-    plain = compose_logits(base, experts).softmax(-1)
+    plain = compose_logits(base, experts).double().softmax(-1)
     assert float(torch.log(plain[0] / (1 - plain[0]))) == pytest.approx(6.0, abs=1e-4)
 
 

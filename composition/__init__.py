@@ -13,6 +13,7 @@ from composition.divergence import Divergences, Explanation, divergences, explai
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
 from composition.packed import pack
+from composition.prefix import Prefix, behind, fill_prefix
 from composition.rules import RULES
 from composition.scoring import score_continuations
 from composition.speculation import Sampling, Speculated, speculate, task_arithmetic_drafter
@@ -25,12 +26,15 @@ __all__ = [
     "CompositionError",
     "Divergences",
     "Explanation",
+    "Prefix",
     "Sampling",
     "Speculated",
+    "behind",
     "check_vocabularies",
     "compose_logits",
     "divergences",
     "explain",
+    "fill_prefix",
     "log_partition",
     "new_cache",
     "pack",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
+from composition.prefix import Prefix, behind
 from composition.sequential import Sequential
 
 CHUNK = 128  # positions projected at a time
@@ -26,6 +27,7 @@ def score_continuations(
     attention_mask: Tensor,
     continuation_mask: Tensor,
     chunk: int = CHUNK,
+    prefix: Prefix | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of every continuation token given all before it.
 
@@ -33,6 +35,8 @@ def score_continuations(
         model: a Hugging Face causal LM, single or composed.
         input_ids, attention_mask: (B, T), padded on either side.
         continuation_mask: (B, T), 1 at the tokens to score, never at a row's first token.
+        chunk: positions projected at a time.
+        prefix: a beginning of all rows that these tokens stand behind, from `fill_prefix`.
 
     Returns:
         Log-probabilities in nats, (B, T) float32 (float64 for a float64 model), 0 elsewhere; and
@@ -45,13 +49,15 @@ def score_continuations(
     if bool(wanted[:, 0].any()):
         raise CompositionError("the first token of a row is to be scored; nothing predicts it")
     before = wanted.roll(-1, dims=1)  # position t predicts token t + 1
-    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    before_all = 0 if prefix is None else prefix.length
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0) + before_all
     parts = model.parts if isinstance(model, ComposedForCausalLM) else Sequential([model])
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
-    hidden = [
-        parts.hidden(index, **inputs)[before.to(device)]
-        for index, device in enumerate(parts.devices())
-    ]  # (N, H) each
+    with behind(model, prefix):
+        hidden = [
+            parts.hidden(index, **inputs)[before.to(device)]
+            for index, device in enumerate(parts.devices())
+        ]  # (N, H) each
     targets = input_ids[wanted]  # (N,)
     scored, greedy = [], []
     for start in range(0, len(targets), chunk):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from composition.cache import flat_config, new_cache, view
+from composition.prefix import component_at
 
 
 class Sequential(nn.Module):
@@ -52,14 +53,17 @@ class Sequential(nn.Module):
         logits = []
         for index, component in enumerate(self.components):
             part = None if cache is None else view(cache, index, layers)
-            output = component(cache=part, **_on(component.device, inputs))
+            with component_at(index * layers):
+                output = component(cache=part, **_on(component.device, inputs))
             logits.append(output.logits.to(device))
         return logits
 
     def hidden(self, index: int, **inputs: Any) -> Tensor:
         """One component's last hidden states, (B, T, H)."""
         component: Any = self.components[index]
-        output = component.get_decoder()(use_cache=False, **_on(component.device, inputs))
+        layers = self.base.config.get_text_config().num_hidden_layers
+        with component_at(index * layers):
+            output = component.get_decoder()(use_cache=False, **_on(component.device, inputs))
         states: Tensor = output.last_hidden_state
         return states
 

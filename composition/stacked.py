@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from composition.cache import GrowingLayer, new_cache
 from composition.errors import CompositionError
+from composition.prefix import component_at
 from composition.sequential import project
 
 PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
@@ -132,7 +133,7 @@ class Stacked(nn.Module):
 
     def hidden(self, index: int, **inputs: Any) -> Tensor:
         """One component's last hidden states, (B, T, H)."""
-        with self._blocks.only(index):
+        with self._blocks.only(index), component_at(blocks=slice(index, index + 1)):
             output = self.model.get_decoder()(use_cache=False, **inputs)
         states: Tensor = output.last_hidden_state
         return states

@@ -243,7 +243,7 @@ def speculation(models: Path, data: Path, dtype: torch.dtype, texts: int, new: i
     for scale in (1.0, 0.3):
         chosen = [scaled(base, expert, scale) for expert in experts]
         kl = statistics.mean(divergence(base, expert, rows) for expert in chosen)
-        composed = ComposedForCausalLM.from_models(base, chosen)
+        composed = ComposedForCausalLM.from_models(deepcopy(base), chosen)
         composed.eos_ids = []
         drafter = task_arithmetic_drafter(composed)
         pack(composed)

@@ -7,7 +7,7 @@ A rule is one file in `composition.rules`; gate and EOS rule combine with any of
 
 from __future__ import annotations
 
-from composition.cache import new_cache
+from composition.cache import can_join, join_rows, new_cache, trim_left
 from composition.combination import Combination, compose_logits, parse_combination
 from composition.divergence import Divergences, Explanation, divergences, explain, log_partition
 from composition.errors import CompositionError
@@ -30,11 +30,13 @@ __all__ = [
     "Sampling",
     "Speculated",
     "behind",
+    "can_join",
     "check_vocabularies",
     "compose_logits",
     "divergences",
     "explain",
     "fill_prefix",
+    "join_rows",
     "log_partition",
     "new_cache",
     "pack",
@@ -42,4 +44,5 @@ __all__ = [
     "score_continuations",
     "speculate",
     "task_arithmetic_drafter",
+    "trim_left",
 ]

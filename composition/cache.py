@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 
@@ -86,6 +86,49 @@ def _in_front(buffer: Tensor, held: Tensor) -> bool:
         and held.shape[:2] == buffer.shape[:2]
         and held.stride() == buffer.stride()
     )
+
+
+def can_join(cache: Any) -> bool:
+    """Can rows be added to it? They can where all layers are of the two kinds below."""
+    kinds = (GrowingLayer, DynamicSlidingWindowLayer)
+    return all(isinstance(layer, kinds) for layer in cache.layers)
+
+
+def join_rows(cache: Any, other: Any) -> None:
+    """Adds another cache's rows to a cache's, block by block, both ending in the same column.
+
+    What is shorter is filled up on the left with zeros, which the batch's mask must hide.
+    """
+    for layer, more in zip(cache.layers, other.layers, strict=True):
+        blocks = getattr(layer, "blocks", 1)
+        length = max(layer.get_seq_length(), more.get_seq_length())
+        columns = max(layer.keys.shape[2], more.keys.shape[2])
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+        layer.keys = _joined(layer.keys, more.keys, columns, blocks)
+        layer.values = _joined(layer.values, more.values, columns, blocks)
+
+
+def _joined(first: Tensor, second: Tensor, columns: int, blocks: int) -> Tensor:
+    """(blocks * A, heads, ., D) and (blocks * B, heads, ., D) -> (blocks * (A + B), ...)."""
+    rows = (len(first) + len(second)) // blocks
+    whole = first.new_zeros(blocks, rows, first.shape[1], columns, first.shape[3])
+    own = len(first) // blocks
+    whole[:, :own, :, columns - first.shape[2] :] = first.reshape(blocks, own, *first.shape[1:])
+    whole[:, own:, :, columns - second.shape[2] :] = second.reshape(blocks, -1, *second.shape[1:])
+    return whole.flatten(0, 1)
+
+
+def trim_left(cache: Any, columns: int) -> None:
+    """Forgets the first so many columns, which the mask hides in every row."""
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length -= columns
+            held = min(layer.keys.shape[2], layer.cumulative_length)
+        else:
+            held = layer.keys.shape[2] - columns
+        first = layer.keys.shape[2] - held
+        layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
 
 
 def new_cache(config: Any) -> DynamicCache:

@@ -10,7 +10,7 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -46,9 +46,14 @@ class Generation(_Strict):
     """How completions are made; one protocol for every model of the experiment."""
 
     max_new_tokens: int = Field(default=512, ge=1)
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size; None where it is what fits into memory."""
+        return None if self.batch_size == "auto" else self.batch_size
 
 
 class Equivalence(_Strict):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from composition import Combination, ComposedForCausalLM, new_cache, pack, parse_combination
 from evaluation import merges
-from evaluation.engine import Runtime
 from evaluation.experiment import BASE, Experiment, Model, expand
 from evaluation.family import (
     DTYPES,
@@ -27,6 +26,7 @@ from evaluation.family import (
     read_config,
     weights,
 )
+from evaluation.runtime import Runtime
 from evaluation.training import suit_threads
 from merging import METHODS, Adapter, parse_parameters
 from merging.recipe import Dtype
@@ -168,4 +168,5 @@ def load(
         new_cache=empty,
         model_type=str(read_config(folder).get("model_type", "")),
         max_positions=getattr(config, "max_position_embeddings", None),
+        components=planned.components,
     )

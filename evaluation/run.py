@@ -22,7 +22,7 @@ import yaml
 
 from evaluation import equivalence, merges
 from evaluation.benchmarks.contract import Benchmark, BenchmarkEntry, Form, Item, Output
-from evaluation.engine import Runtime, answer
+from evaluation.engine import answer
 from evaluation.errors import InputError
 from evaluation.experiment import (
     Experiment,
@@ -38,6 +38,7 @@ from evaluation.letters import letters_checkpoint
 from evaluation.models import PlannedModel, identity, load, planned_models
 from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
+from evaluation.runtime import Runtime
 from evaluation.statistics import Gatherer
 from results import Answer, Cell, Store
 from results.merges import write_merge_reports
@@ -326,7 +327,7 @@ def _answer_task(
     outputs: list[dict[int, Output]] = [{} for _ in todo]
     first = [owners.index(place) for place in range(len(todo))]
     try:
-        for batch in answer(runtime, requests, experiment.generation.batch_size):
+        for batch in answer(runtime, requests, experiment.generation.rows):
             complete = []
             for index, output in batch:
                 place = owners[index]
@@ -369,7 +370,7 @@ def _store(
                 completion_tokens=sum(output.tokens for output in answered),
                 seconds=sum(output.seconds for output in answered),
                 dtype=experiment.generation.dtype,
-                batch_size=experiment.generation.batch_size,
+                batch_size=max(output.batch_size for output in answered),
             )
         )
     store.add(answers)

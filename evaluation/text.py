@@ -57,11 +57,13 @@ def encode_pair(
 def decode_completion(tokenizer: Any, prompt: Sequence[int], generated: Sequence[int]) -> str:
     """The text of the generated ids as it stands behind the prompt."""
     context = list(prompt[-CONTEXT_TOKENS:])
-    before = _decode(tokenizer, context)
-    whole = _decode(tokenizer, [*context, *generated])
+    before = decode_ids(tokenizer, context)
+    whole = decode_ids(tokenizer, [*context, *generated])
     if whole.startswith(before):
         return whole[len(before) :]
-    return _decode(tokenizer, generated)  # the context cut a character; alone is the best there is
+    return decode_ids(
+        tokenizer, generated
+    )  # the context cut a character; alone is the best there is
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> tuple[str, bool]:
@@ -70,6 +72,7 @@ def cut_at_stops(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(found)], True) if found else (text, False)
 
 
-def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of ids, special tokens left out."""
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return str(text)

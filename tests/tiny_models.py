@@ -29,12 +29,15 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     return made(seed, LlamaForCausalLM, LlamaConfig(**{**SHAPE, **changes}))
 
 
-def gemma2(seed: int = 0) -> Any:
+def gemma2(seed: int = 0, **changes: Any) -> Any:
     """Sliding and full attention in turn, a window of 8, softcaps on attention and logits."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        **SHAPE, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=5.0
+        **{**SHAPE, **changes},
+        sliding_window=8,
+        final_logit_softcapping=5.0,
+        attn_logit_softcapping=5.0,
     )
     return made(seed, Gemma2ForCausalLM, config)
 

@@ -58,6 +58,7 @@ class Output(NamedTuple):
     logprob: float = 0.0  # Score only: nats, summed over the continuation
     is_greedy: bool = False  # Score only: the continuation is the greedy one
     seconds: float = 0.0  # its share of the batch's wall time
+    batch_size: int = 1  # rows that were computed at once, at most
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from transformers import DynamicCache
+from tiny_models import gemma2
 
-from composition import ComposedForCausalLM
+from composition import ComposedForCausalLM, new_cache
+from evaluation import decoding, engine
 from evaluation.benchmarks.contract import Generate, Output, Score, Tag
-from evaluation.engine import Runtime, answer
+from evaluation.engine import answer
 from evaluation.errors import InputError
+from evaluation.runtime import Runtime, fitting_batch
 
 PROMPTS = ["a", "hello world", "def f(x):\n    return", "Q: 1+1?\nA:", "zz top", "-", "long " * 9]
 
@@ -19,10 +22,10 @@ PROMPTS = ["a", "hello world", "def f(x):\n    return", "Q: 1+1?\nA:", "zz top",
 def runtime(model: Any, tokenizer: Any, eos: frozenset[int] = frozenset({2})) -> Runtime:
     composed = isinstance(model, ComposedForCausalLM)
 
-    def new_cache() -> Any:
-        return model.new_cache() if composed else DynamicCache(config=model.config)
+    def empty() -> Any:
+        return model.new_cache() if composed else new_cache(model.config)
 
-    return Runtime(model, tokenizer, eos, new_cache, "llama", 256)
+    return Runtime(model, tokenizer, eos, empty, "llama", 256)
 
 
 def answers(ready: Runtime, requests: list[Any], batch_size: int) -> list[Output]:
@@ -130,3 +133,133 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_the_numbers(
 def test_a_prompt_without_tokens_is_refused(llama: Any, tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no tokens"):
         answers(runtime(llama(seed=1), tokenizer), [Generate("", (), 4)], 1)
+
+
+def shot(place: int) -> str:
+    """Prompts of different lengths behind 60 common characters."""
+    return "Question: what is to be done?\nAnswer: nothing but counting.\n\n" + "ab" * place + "?"
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4, 16])
+def test_rows_behind_a_common_beginning_that_join_as_others_leave(
+    llama: Any, tokenizer: Any, batch_size: int, composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two beginnings in one call, more rows than fit, each with its own limit and ends."""
+    model = llama(seed=1)
+    if composed:
+        model = ComposedForCausalLM.from_models(model, [llama(seed=2), llama(seed=3)])
+    filled = watched(monkeypatch)
+    eos, stops = frozenset({2, 40}), ("e", "ZQ")
+    prompts = [shot(place) for place in range(9)] + [shot(place)[::-1] for place in range(3)]
+    requests = [
+        Generate(prompt, stops, 4 + 3 * (place % 5)) for place, prompt in enumerate(prompts)
+    ]
+    found = answers(runtime(model, tokenizer, eos), list(requests), batch_size)
+    assert [output.text for output in found] == [
+        plain(model, tokenizer, request, eos) for request in requests
+    ]
+    assert filled == [61]  # the reversed ones begin with their own questions
+    assert all(output.batch_size == batch_size for output in found)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the beginnings that are filled from now on."""
+    filled: list[int] = []
+    real = decoding.fill_prefix
+
+    def fill(model: Any, ids: list[int], *rest: Any) -> Any:
+        filled.append(len(ids))
+        return real(model, ids, *rest)
+
+    monkeypatch.setattr(decoding, "fill_prefix", fill)
+    monkeypatch.setattr(engine, "fill_prefix", fill)
+    return filled
+
+
+def test_rows_join_a_batch_of_a_model_with_sliding_windows(tokenizer: Any) -> None:
+    """Gemma 2 with a window of 8: no beginning is shared, rows still come and go."""
+    model = gemma2(0, vocab_size=99)
+    requests = [Generate(prompt, ("e",), 5 + place) for place, prompt in enumerate(PROMPTS)]
+    ready = Runtime(model, tokenizer, frozenset(), lambda: new_cache(model.config), "", 256)
+    found = answers(ready, list(requests), 3)
+    expected = [plain(model, tokenizer, request, frozenset()) for request in requests]
+    assert [output.text for output in found] == expected
+
+
+def test_scores_behind_a_common_beginning(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = runtime(llama(seed=4), tokenizer)
+    filled = watched(monkeypatch)
+    requests: list[Any] = [Score(shot(place), f" {place}x") for place in range(5)]
+    together = answers(ready, requests, None)
+    assert filled == [61]
+    alone = [answers(ready, [request], 1)[0] for request in requests]
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert (one.tokens, one.prompt_tokens) == (other.tokens, other.prompt_tokens)
+
+
+@pytest.mark.parametrize("kind", [Generate, Score])
+def test_out_of_memory_halves_the_batch_and_loses_nothing(
+    llama: Any, tokenizer: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that cannot take more than three rows, as an allocator would tell it."""
+    model = llama(seed=1)
+    requests = [
+        Generate(prompt, (), 6) if kind is Generate else Score(prompt, "rest") for prompt in PROMPTS
+    ]
+    expected = answers(runtime(model, tokenizer), list(requests), 1)
+    real = type(model.model).forward
+
+    def small(self: Any, input_ids: Any = None, **rest: Any) -> Any:
+        if len(input_ids) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return real(self, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(type(model.model), "forward", small)
+    found = answers(runtime(model, tokenizer), list(requests), 7)
+    assert [(one.text, one.tokens) for one in found] == [(one.text, one.tokens) for one in expected]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected])
+
+
+def test_a_single_row_that_does_not_fit_is_told(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(seed=1)
+
+    def never(self: Any, **rest: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(model.model), "forward", never)
+    with pytest.raises(InputError, match="one prompt alone does not fit into memory"):
+        answers(runtime(model, tokenizer), [Generate("ab", (), 3)] * 4, 4)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(seed=1)
+
+    def broken(self: Any, **rest: Any) -> Any:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(type(model.model), "forward", broken)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        answers(runtime(model, tokenizer), [Generate("ab", (), 3)], 4)
+
+
+def test_the_batch_that_fits_shrinks_with_longer_rows(llama: Any, tokenizer: Any) -> None:
+    """Two layers of two heads of 8 numbers, keys and values, 4 bytes: 256 bytes a token."""
+    ready = runtime(llama(seed=1), tokenizer)
+    assert fitting_batch(ready, 10) == 64
+    free = psutil.virtual_memory().available
+    assert fitting_batch(ready, free // 256 // 8) in (3, 4, 5)
+    assert fitting_batch(ready, free) == 1
+
+
+def test_common_beginnings_leave_each_prompt_a_token() -> None:
+    assert decoding.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == 2
+    assert decoding.common_beginning([[1, 2, 3], [1, 5, 3]]) == 1
+    assert decoding.common_beginning([[7], [7, 8]]) == 0

@@ -1,0 +1,275 @@
+"""Greedy decoding of many prompts in one batch that is refilled as rows end.
+
+    beginning   what all prompts share goes through the model once (`composition.prefix`)
+    admit       the longest waiting prompts join the batch where rows have left it
+    step        one token for every row; a row leaves at its own EOS, stop string or limit
+
+A row's tokens are those it would get alone: its padding is masked and its positions are its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composition import Prefix, behind, can_join, fill_prefix, join_rows, trim_left
+from evaluation.benchmarks.contract import Generate, Output
+from evaluation.errors import InputError
+from evaluation.runtime import Runtime, is_out_of_memory, pad
+from evaluation.text import cut_at_stops, decode_completion, decode_ids
+
+log = logging.getLogger(__name__)
+
+SHARED = 32
+"""Tokens from which on a common beginning is worth its own pass."""
+PREFILL = 2048
+"""Tokens of prompts that go through a model at once, all rows and components together."""
+REFILL = 4
+"""New rows join when a batch's fourth is free, or all that waits fits."""
+
+
+@dataclass
+class Row:
+    """A prompt on its way."""
+
+    index: int
+    prompt: list[int]
+    request: Generate
+    generated: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    text: str = ""
+    ended: bool = False
+    batch_size: int = 1  # of the batch that it ends in
+
+    def restart(self) -> None:
+        """Forgets what was generated."""
+        self.generated, self.text, self.ended = [], "", False
+
+    def output(self) -> Output:
+        """What the engine answers."""
+        return Output(
+            text=self.text,
+            tokens=len(self.generated),
+            prompt_tokens=len(self.prompt),
+            truncated=not self.ended,
+            seconds=self.seconds,
+            batch_size=self.batch_size,
+        )
+
+
+def decode(runtime: Runtime, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:
+    """Yields rows as they finish, those of one beginning after those of another.
+
+    Raises:
+        InputError: one row alone does not fit into memory.
+    """
+    groups: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.prompt[:SHARED]), []).append(row)
+    for group in groups.values():
+        waiting = sorted(group, key=lambda row: -len(row.prompt))  # what fits then, fits always
+        prefix, seconds = _beginning(runtime, waiting)
+        for row in waiting:
+            row.seconds += seconds / len(waiting)
+        size = batch_size
+        while waiting:
+            batch = _Batch(runtime, prefix, size)
+            try:
+                for done in batch.run(waiting):
+                    finished = {row.index for row in done}
+                    waiting = [row for row in waiting if row.index not in finished]
+                    yield done
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                size = smaller(size, error)
+                for row in waiting:
+                    row.restart()
+
+
+def common_beginning(prompts: Sequence[list[int]]) -> int:
+    """How many tokens all prompts share, less one that each must have of its own."""
+    first, last = min(prompts), max(prompts)  # what these two share, all share
+    most = min(map(len, prompts)) - 1
+    for place in range(most):
+        if first[place] != last[place]:
+            return place
+    return max(most, 0)
+
+
+def _beginning(runtime: Runtime, rows: Sequence[Row]) -> tuple[Prefix | None, float]:
+    length = common_beginning([row.prompt for row in rows])
+    if len(rows) < 2 or length < SHARED:
+        return None, 0.0
+    started = time.perf_counter()
+    reach = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
+    cache = runtime.new_cache()
+    prefix = fill_prefix(runtime.model, rows[0].prompt[:length], cache, reach)
+    return prefix, time.perf_counter() - started
+
+
+def smaller(size: int, error: BaseException) -> int:
+    """Half the rows, after memory ran out.
+
+    Raises:
+        InputError: there was only one.
+    """
+    if size == 1:
+        raise InputError(
+            "one prompt alone does not fit into memory; use a smaller generation.max_new_tokens, "
+            "fewer shots, or generation.dtype: bfloat16"
+        ) from error
+    log.warning("out of memory at batch size %d; going on with %d", size, size // 2)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return size // 2
+
+
+class _Batch:
+    """The rows that are being decoded, their cache and mask."""
+
+    def __init__(self, runtime: Runtime, prefix: Prefix | None, size: int) -> None:
+        self._runtime, self._prefix, self._size = runtime, prefix, size
+        self._skipped = 0 if prefix is None else prefix.length
+        self._alive: list[Row] = []
+        self._cache: Any = None
+        self._mask = self._next = torch.empty(0)  # (rows, T), and the tokens to feed (rows,)
+
+    @torch.inference_mode()
+    def run(self, waiting: Sequence[Row]) -> Iterator[list[Row]]:
+        queue = list(waiting)
+        done: list[Row] = []
+        while queue or self._alive:
+            free = self._size - len(self._alive)
+            if queue and (not self._alive or self._may_join(free, len(queue))):
+                if done:
+                    yield done
+                    done = []
+                taken = self._admission(queue, free)
+                queue = queue[len(taken) :]
+                done += self._admit(taken)
+            else:
+                done += self._step()
+        if done:
+            yield done
+
+    def _may_join(self, free: int, waiting: int) -> bool:
+        enough = free * REFILL >= self._size or free >= waiting
+        return free > 0 and enough and can_join(self._cache)
+
+    def _admission(self, queue: Sequence[Row], free: int) -> list[Row]:
+        """As many as are free and go through the model at once; the first is the longest."""
+        width = len(queue[0].prompt) - self._skipped
+        rows = PREFILL // (width * self._runtime.components)
+        return list(queue[: max(1, min(free, rows))])
+
+    def _admit(self, rows: list[Row]) -> list[Row]:
+        started = time.perf_counter()
+        prompts = [row.prompt[self._skipped :] for row in rows]
+        ids, mask = pad(prompts, left=True, device=self._runtime.device)
+        cache = self._runtime.new_cache()
+        tokens = self._forward(ids, mask, cache)
+        seconds = time.perf_counter() - started
+        done = self._take(rows, tokens, seconds)
+        staying = [place for place, row in enumerate(rows) if not _is_done(row)]
+        if not staying:
+            return done
+        cache, mask, tokens = _selected(cache, mask, tokens, staying, len(rows))
+        rows = [rows[place] for place in staying]
+        if not self._alive:
+            self._alive, self._cache, self._mask, self._next = rows, cache, mask, tokens
+            return done
+        empty = int((self._mask.cumsum(-1) == 0).sum(-1).min())
+        trim_left(self._cache, empty)
+        join_rows(self._cache, cache)
+        self._mask = _stacked([self._mask[:, empty:], mask])
+        self._next = torch.cat([self._next, tokens])
+        self._alive += rows
+        return done
+
+    def _step(self) -> list[Row]:
+        started = time.perf_counter()
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._alive), 1)], dim=-1)
+        tokens = self._forward(self._next[:, None], self._mask, self._cache)
+        done = self._take(self._alive, tokens, time.perf_counter() - started)
+        staying = [place for place, row in enumerate(self._alive) if not _is_done(row)]
+        self._cache, self._mask, self._next = _selected(
+            self._cache, self._mask, tokens, staying, len(self._alive)
+        )
+        self._alive = [self._alive[place] for place in staying]
+        return done
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """The most probable next token of each row, (rows,)."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self._skipped
+        standing: AbstractContextManager[None] = behind(self._runtime.model, self._prefix)
+        with standing:
+            logits = self._runtime.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        return logits.argmax(-1)  # type: ignore[no-any-return]
+
+    def _take(self, rows: Sequence[Row], tokens: Tensor, seconds: float) -> list[Row]:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.seconds += seconds / len(rows)
+            row.batch_size = self._size
+            _append(self._runtime, row, token)
+        return [row for row in rows if _is_done(row)]
+
+
+def _selected(
+    cache: Any, mask: Tensor, tokens: Tensor, staying: Sequence[int], rows: int
+) -> tuple[Any, Tensor, Tensor]:
+    if len(staying) == rows:
+        return cache, mask, tokens
+    if not staying:
+        return None, mask[:0], tokens[:0]
+    chosen = torch.tensor(staying, device=mask.device)
+    cache.batch_select_indices(chosen)
+    return cache, mask[chosen], tokens[chosen]
+
+
+def _stacked(masks: Sequence[Tensor]) -> Tensor:
+    width = max(mask.shape[1] for mask in masks)
+    return torch.cat([torch.nn.functional.pad(m, (width - m.shape[1], 0)) for m in masks])
+
+
+def _is_done(row: Row) -> bool:
+    return row.ended or len(row.generated) >= row.request.max_new_tokens
+
+
+def _append(runtime: Runtime, row: Row, token: int) -> None:
+    """Adds a token to a row and settles whether the row has ended, and with which text."""
+    row.generated.append(token)
+    if token in runtime.eos_ids:
+        row.text = decode_completion(runtime.tokenizer, row.prompt, row.generated[:-1])
+        row.ended = True
+        return
+    last = len(row.generated) >= row.request.max_new_tokens
+    if not last and not _stop_in_tail(runtime, row):
+        return
+    whole = decode_completion(runtime.tokenizer, row.prompt, row.generated)
+    row.text, row.ended = cut_at_stops(whole, row.request.stops)
+
+
+def _stop_in_tail(runtime: Runtime, row: Row) -> bool:
+    """A stop string of n bytes is spread over at most n tokens: only the tail must be decoded."""
+    stops = row.request.stops
+    if not stops:
+        return False
+    window = max(len(stop.encode()) for stop in stops) + 4
+    tail = [*row.prompt[-4:], *row.generated][-window:]  # a stop in the prompt costs a look more
+    text = decode_ids(runtime.tokenizer, tail)
+    return any(stop in text for stop in stops)

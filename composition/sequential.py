@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from composition.cache import flat_config, new_cache, view
+from composition.head import with_wide_head
 from composition.prefix import component_at
 
 
 class Sequential(nn.Module):
-    """The base and its experts as they were loaded; nothing is copied.
+    """The base and its experts as they were loaded; nothing is copied but narrow heads.
 
     `generate` sees one config with (k+1) L layers and one flat cache (`composition.cache`).
     Components may stand on different devices; logits come to the base's.
@@ -22,7 +23,7 @@ class Sequential(nn.Module):
 
     def __init__(self, components: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.components = nn.ModuleList(components)
+        self.components = nn.ModuleList(map(with_wide_head, components))
 
     @property
     def count(self) -> int:
@@ -73,10 +74,15 @@ class Sequential(nn.Module):
 
 
 def project(model: Any, hidden: Tensor) -> Tensor:
-    """Logits (..., V) in float32 or float64, after the softcap where the model has one."""
+    """Logits (..., V) in float32 or float64, scaled and capped as the model does it itself."""
     logits: Tensor = model.get_output_embeddings()(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    config = model.config.get_text_config()
+    if config.model_type.startswith("cohere"):
+        logits = logits * config.logit_scale
+    elif config.model_type.startswith("granite"):
+        logits = logits / config.logits_scaling
+    cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 

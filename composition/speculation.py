@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from composition.cache import new_cache
 from composition.errors import CompositionError
 from composition.model import ComposedForCausalLM
+from composition.packed import PackedLinear
 from composition.stacked import Stacked, StackedLinear
 
 MOST = 16  # tokens drafted at a time
@@ -149,7 +150,13 @@ def best_gamma(rate: float, components: int) -> int:
 
 
 def task_arithmetic_drafter(model: ComposedForCausalLM) -> Any:
-    """base + Σ w_i (expert_i - base) in the weights: the composition to first order, as a model."""
+    """base + Σ w_i (expert_i - base) in the weights: the composition to first order, as a model.
+
+    Raises:
+        CompositionError: the components' weights are packed already.
+    """
+    if any(isinstance(module, PackedLinear) for module in model.modules()):
+        raise CompositionError("the weights are packed; make the drafter before `pack`")
     weights = model.combination.weights or ()
     if isinstance(model.parts, Stacked):
         drafter = deepcopy(model.parts.model)

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from composition.cache import GrowingLayer, new_cache
 from composition.errors import CompositionError
+from composition.head import with_wide_head
 from composition.prefix import component_at
 from composition.sequential import project
 
@@ -98,7 +99,7 @@ class Stacked(nn.Module):
 
     def __init__(self, model: Any, experts: int, blocks: Blocks) -> None:
         super().__init__()
-        self.model, self.count, self._blocks = model, 1 + experts, blocks
+        self.model, self.count, self._blocks = with_wide_head(model), 1 + experts, blocks
 
     @property
     def base(self) -> Any:

@@ -67,6 +67,22 @@ def gpt2(seed: int = 0) -> Any:
     return made(seed, GPT2LMHeadModel, config)
 
 
+def cohere(seed: int = 0) -> Any:
+    """Its logits are multiplied by 1/16."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    return made(seed, CohereForCausalLM, CohereConfig(**shape, logit_scale=0.0625))
+
+
+def granite(seed: int = 0) -> Any:
+    """Its logits are divided by 4."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    return made(seed, GraniteForCausalLM, GraniteConfig(**shape, logits_scaling=4.0))
+
+
 def made(seed: int, kind: Any, config: Any) -> Any:
     """A random model that no token ends."""
     torch.manual_seed(seed)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, gemma2, gpt2, llama, qwen2
+from peft import LoraConfig, get_peft_model
+from tiny_models import VOCABULARY, cohere, gemma2, gpt2, granite, llama, qwen2
 from torch import Tensor
 
 from composition import (
@@ -116,7 +118,7 @@ def test_rows_can_be_selected_and_repeated_in_the_flat_cache(build: Callable[[in
         assert torch.allclose(found[row], next_logits(models, [*prompt, token]), atol=2e-4)
 
 
-@pytest.mark.parametrize("build", [llama, gemma2, qwen2, gpt2])
+@pytest.mark.parametrize("build", [llama, gemma2, qwen2, gpt2, cohere, granite])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_lean_scores_equal_the_full_forward(build: Callable[[int], Any], side: str) -> None:
     models = [build(seed) for seed in range(3)]
@@ -136,6 +138,24 @@ def test_lean_scores_equal_the_full_forward(build: Callable[[int], Any], side: s
             assert float(logprobs[row, place]) == pytest.approx(float(exact[real[index]]), abs=2e-4)
             assert bool(greedy[row, place]) == (int(exact.argmax()) == real[index])
     assert float(logprobs[wanted == 0].abs().max()) == 0
+
+
+def test_logits_that_are_more_than_a_projection_are_not_scored_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = llama(0)
+    plain_forward = model.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = plain_forward(*args, **kwargs)
+        output.logits = 3 * output.logits
+        return output
+
+    monkeypatch.setattr(model, "forward", scaled)
+    ids = torch.tensor([[3, 4, 5]])
+    wanted = torch.tensor([[0, 0, 1]])
+    with pytest.raises(CompositionError, match="llama model are more than a projection"):
+        score_continuations(model, ids, torch.ones_like(ids), wanted)
 
 
 def test_a_first_token_cannot_be_scored() -> None:
@@ -178,3 +198,32 @@ def test_vocabularies_that_differ_are_refused_with_examples() -> None:
     check_vocabularies([first, first])
     with pytest.raises(CompositionError, match=r"\(3 tokens\).*\(2 tokens\) in 2 tokens: 'b' is 1"):
         check_vocabularies([first, second])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@torch.inference_mode()
+def test_bfloat16_logits_are_not_rounded(stacked: bool, tmp_path: Path) -> None:
+    """The hidden states in bfloat16, the projection exact: what float64 makes of the same states.
+
+    Rounded logits are off by 2^-9 of their size and more, 0.01 here.
+    """
+    base = llama(0).bfloat16()
+    head = base.lm_head
+    if stacked:
+        wrapped = get_peft_model(llama(1), LoraConfig(r=2, target_modules=["q_proj"]))
+        wrapped.save_pretrained(tmp_path)
+        composed = ComposedForCausalLM.from_adapters(base, {"one": tmp_path})
+    else:
+        composed = ComposedForCausalLM.from_models(base, [llama(1).bfloat16()])
+        assert base.lm_head is head  # what was passed is left alone
+    ids = torch.tensor([PROMPTS[2]])
+    output = composed(input_ids=ids, output_components=True)
+    assert output.components is not None
+    for index, found in enumerate(output.components):
+        assert found.dtype == torch.float32
+        hidden = composed.parts.hidden(index, input_ids=ids)
+        assert hidden.dtype == torch.bfloat16
+        weight = (head if index == 0 or stacked else llama(1).bfloat16().lm_head).weight
+        exact = hidden.double() @ weight.double().T
+        assert torch.allclose(found.double(), exact, atol=1e-4)
+        assert not torch.allclose(exact.bfloat16().double(), exact, atol=1e-3)

@@ -53,16 +53,37 @@ def run(
     data_dir: DataDir = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier answers.")] = False,
     unsafe_execution: Unsafe = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="MODEL/BENCHMARK", help="Only these cells now; with * and ?, again."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would be done, and how long it may take.")
+    ] = False,
 ) -> None:
     """Run everything; the same command again finishes what is missing and repeats nothing."""
     _quiet()
     from evaluation.experiment import load_experiment
-    from evaluation.run import run_experiment
+    from evaluation.run import forecast, run_experiment
 
     loaded = load_experiment(experiment, _folder(data_dir), unsafe_execution)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     folder = out or Path("runs") / loaded.experiment.name
+    if dry_run:
+        _show_forecast(
+            forecast(
+                loaded,
+                folder,
+                limit=limit,
+                data_dir=data_dir,
+                unsafe_execution=unsafe_execution,
+                only=only or (),
+            )
+        )
+        return
     try:
         run_experiment(
             loaded,
@@ -71,6 +92,7 @@ def run(
             data_dir=data_dir,
             fresh=fresh,
             unsafe_execution=unsafe_execution,
+            only=only or (),
         )
     except KeyboardInterrupt:
         typer.echo(
@@ -246,6 +268,32 @@ def _folder(data_dir: Path | None) -> Path | None:
             "files (--data-dir or MERGESCOPE_DATA)"
         )
     return data_dir
+
+
+def _show_forecast(cells: Any) -> None:
+    import pandas as pd
+
+    rows = [
+        {
+            "model": cell.model,
+            "benchmark": cell.benchmark,
+            "items": cell.items,
+            "done": cell.done,
+            "at most": _duration(cell.seconds),
+        }
+        for cell in cells
+    ]
+    _table(pd.DataFrame(rows))
+    items, done = sum(cell.items for cell in cells), sum(cell.done for cell in cells)
+    seconds = sum(cell.seconds or 0.0 for cell in cells)
+    typer.echo(f"{len(cells)} cells, {items} items, {done} of them done; {_duration(seconds)} left")
+    typer.echo("at most: every completion at its limit of tokens, by a probe of the base")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
 def _show(folder: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +64,13 @@ class Row:
         )
 
 
-def decode(runtime: Runtime, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:
+def decode(
+    runtime: Runtime, rows: Sequence[Row], batch_size: int, done: Collection[int] = frozenset()
+) -> Iterator[list[Row]]:
     """Yields rows as they finish, those of one beginning after those of another.
+
+    Args:
+        done: indices of rows that are not decoded; they only tell what all have in common.
 
     Raises:
         InputError: one row alone does not fit into memory.
@@ -74,18 +79,19 @@ def decode(runtime: Runtime, rows: Sequence[Row], batch_size: int) -> Iterator[l
     for row in rows:
         groups.setdefault(tuple(row.prompt[:SHARED]), []).append(row)
     for group in groups.values():
-        waiting = sorted(group, key=lambda row: -len(row.prompt))  # what fits then, fits always
-        prefix, seconds = _beginning(runtime, waiting)
+        waiting = [row for row in group if row.index not in done]
+        waiting.sort(key=lambda row: -len(row.prompt))  # what fits then, fits always
+        prefix, seconds = _beginning(runtime, group) if waiting else (None, 0.0)
         for row in waiting:
             row.seconds += seconds / len(waiting)
         size = batch_size
         while waiting:
             batch = _Batch(runtime, prefix, size)
             try:
-                for done in batch.run(waiting):
-                    finished = {row.index for row in done}
+                for ended in batch.run(waiting):
+                    finished = {row.index for row in ended}
                     waiting = [row for row in waiting if row.index not in finished]
-                    yield done
+                    yield ended
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

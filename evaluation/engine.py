@@ -8,9 +8,9 @@ what their prompts share once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,21 +21,28 @@ from evaluation.errors import InputError
 from evaluation.runtime import Runtime, fitting_batch, is_out_of_memory, pad
 from evaluation.text import decode_completion, encode, encode_pair
 
-Row_ = TypeVar("Row_")
+Row_ = TypeVar("Row_", bound=tuple[Any, ...])
 Answers = list[tuple[int, Output]]
+Done = Collection[int]
 
 SCORED = 4096
 """Tokens that are scored at once where the batch size is left to the engine."""
 
 
 def answer(
-    runtime: Runtime, requests: Sequence[Request], batch_size: int | None
+    runtime: Runtime,
+    requests: Sequence[Request],
+    batch_size: int | None,
+    done: Collection[int] = frozenset(),
 ) -> Iterator[list[tuple[int, Output]]]:
     """Yields outputs as they come, as (index into `requests`, output).
 
     Args:
         batch_size: rows at a time; None for as many as fit into memory. Where memory runs out,
             half as many go on.
+        done: places of requests that need no answer any more. The scored batches are those of all
+            requests, so that a number does not depend on where a run was interrupted; a batch
+            that is not done as a whole is answered as a whole.
 
     Raises:
         InputError: a prompt and its continuation are longer than the model takes.
@@ -50,11 +57,11 @@ def answer(
             (index, request) for index, request in enumerate(requests) if isinstance(request, kind)
         ]
         if chosen:
-            yield from run(runtime, chosen, batch_size)
+            yield from run(runtime, chosen, batch_size, done)
 
 
 def _generate(
-    runtime: Runtime, requests: Sequence[tuple[int, Generate]], batch_size: int | None
+    runtime: Runtime, requests: Sequence[tuple[int, Generate]], batch_size: int | None, done: Done
 ) -> Iterator[Answers]:
     rows = [
         Row(index, encode(runtime.tokenizer, request.prompt, runtime.model_type), request)
@@ -62,12 +69,13 @@ def _generate(
     ]
     _check_lengths(runtime, [(len(row.prompt), row.request.max_new_tokens) for row in rows])
     longest = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
-    for done in decode(runtime, rows, batch_size or fitting_batch(runtime, longest)):
-        yield [(row.index, row.output()) for row in done]
+    size = batch_size or fitting_batch(runtime, longest)
+    for finished in decode(runtime, rows, size, done):
+        yield [(row.index, row.output()) for row in finished]
 
 
 def _score(
-    runtime: Runtime, requests: Sequence[tuple[int, Score]], batch_size: int | None
+    runtime: Runtime, requests: Sequence[tuple[int, Score]], batch_size: int | None, done: Done
 ) -> Iterator[Answers]:
     pairs = [
         Pair(index, *encode_pair(runtime.tokenizer, request, runtime.model_type))
@@ -80,10 +88,12 @@ def _score(
     for group in groups.values():
         group.sort(key=lambda pair: -len(pair.context) - len(pair.rest))
         longest = len(group[0].context) + len(group[0].rest)
+        if all(pair.place in done for pair in group):
+            continue
         prefix = _shared_context(runtime, group, longest)
         skipped = 0 if prefix is None else prefix.length
         size = batch_size or max(1, SCORED // (longest - skipped))
-        yield from in_batches(group, size, partial(_score_batch, runtime, prefix))
+        yield from in_batches(group, size, done, partial(_score_batch, runtime, prefix))
 
 
 class Pair(NamedTuple):
@@ -133,13 +143,15 @@ def _score_batch(runtime: Runtime, prefix: Prefix | None, batch: Sequence[Pair])
 
 
 def in_batches(
-    rows: Sequence[Row_], size: int, run: Callable[[Sequence[Row_]], Answers]
+    rows: Sequence[Row_], size: int, done: Done, run: Callable[[Sequence[Row_]], Answers]
 ) -> Iterator[Answers]:
     """Runs rows batch by batch; where memory runs out the same rows go again in half as many."""
     start = 0
     while start < len(rows):
+        batch = rows[start : start + size]
         try:
-            yield run(rows[start : start + size])
+            if not all(row[0] in done for row in batch):
+                yield run(batch)
             start += size
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -148,7 +160,7 @@ def in_batches(
 
 
 def _tag(
-    runtime: Runtime, requests: Sequence[tuple[int, Tag]], batch_size: int | None
+    runtime: Runtime, requests: Sequence[tuple[int, Tag]], batch_size: int | None, done: Done
 ) -> Iterator[Answers]:
     rows = [
         (index, encode(runtime.tokenizer, request.text, runtime.model_type))
@@ -156,7 +168,7 @@ def _tag(
     ]
     _check_lengths(runtime, [(len(ids), 0) for _, ids in rows])
     size = batch_size or fitting_batch(runtime, max(len(ids) for _, ids in rows))
-    yield from in_batches(rows, size, partial(_tag_batch, runtime))
+    yield from in_batches(rows, size, done, partial(_tag_batch, runtime))
 
 
 @torch.inference_mode()

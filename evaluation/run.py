@@ -34,6 +34,7 @@ from evaluation.experiment import (
     settings_for,
 )
 from evaluation.family import Family, choose_device, open_family, tokenizer_digest
+from evaluation.forecast import CellForecast, check_only, is_wanted, seconds_an_item
 from evaluation.letters import letters_checkpoint
 from evaluation.models import PlannedModel, identity, load, planned_models
 from evaluation.progress import Bar, Step, bar, steps
@@ -72,12 +73,14 @@ def run_experiment(
     data_dir: Path | None = None,
     fresh: bool = False,
     unsafe_execution: bool = False,
+    only: Sequence[str] = (),
 ) -> list[Path]:
     """Runs what is missing of an experiment and writes its results under `out`.
 
     Args:
         limit: the first so many items of each benchmark; None for all.
         fresh: forget earlier answers in `out`.
+        only: patterns `MODEL/BENCHMARK` of the cells to answer now; the others stay planned.
 
     Returns:
         The files of the report.
@@ -93,11 +96,75 @@ def run_experiment(
         benches = _open_benches(experiment, settings, limit)
         families = _families(loaded, out, data_dir, benches)
         tasks = plan(experiment, families, benches)
+        chosen = _chosen(tasks, only)
         store.set_plan([_cell(task, experiment) for task in tasks])
         _write_provenance(loaded, out, families, benches, limit, data_dir)
-        _answer_all(experiment, families, tasks, store, out)
-        _measure(experiment, families.get("causal"), settings, store, limit)
+        _answer_all(experiment, families, chosen, store, out)
+        if not only:
+            _measure(experiment, families.get("causal"), settings, store, limit)
     return write_report(out)
+
+
+def forecast(
+    loaded: Loaded,
+    out: Path,
+    *,
+    limit: int | None = None,
+    data_dir: Path | None = None,
+    unsafe_execution: bool = False,
+    only: Sequence[str] = (),
+) -> list[CellForecast]:
+    """What `run_experiment` would do; nothing is written but converted and trained models.
+
+    Raises:
+        InputError: the input is at fault.
+    """
+    experiment = loaded.experiment
+    choose_device(experiment.generation.device)
+    settings = settings_for(experiment, data_dir, unsafe_execution)
+    benches = _open_benches(experiment, settings, limit)
+    families = _families(loaded, out, data_dir, benches)
+    tasks = _chosen(plan(experiment, families, benches), only)
+    done: set[str] = set()
+    if (out / "records.sqlite").is_file():
+        with Store(out / "records.sqlite", read_only=True) as store:
+            done = store.finished(key for task in tasks for key in task.keys)
+    left = {task.bench.name: task.bench for task in tasks if set(task.keys) - done}
+    measured = _measured(experiment, families, list(left.values()))
+    return [
+        CellForecast(
+            task.planned.name,
+            task.bench.name,
+            len(task.keys),
+            len(done.intersection(task.keys)),
+            len(set(task.keys) - done)
+            * task.planned.components
+            * measured.get(task.bench.name, 0.0),
+        )
+        for task in tasks
+    ]
+
+
+def _measured(
+    experiment: Experiment, families: Mapping[Form, Family], benches: Sequence[Bench]
+) -> dict[str, float]:
+    """Seconds an item of each benchmark takes the base."""
+    found = {}
+    with bar("measuring the base", len(benches)) as shown:
+        for form in dict.fromkeys(bench.entry.form for bench in benches):
+            runtime = load(planned_models(experiment)[0], families[form], experiment)
+            for bench in benches:
+                if bench.entry.form == form:
+                    shown.describe(f"measuring the base · {bench.name}")
+                    rows = experiment.generation.rows
+                    found[bench.name] = seconds_an_item(runtime, bench.items, rows)
+                    shown.advance()
+    return found
+
+
+def _chosen(tasks: Sequence[Task], only: Sequence[str]) -> list[Task]:
+    check_only([(task.planned.name, task.bench.name) for task in tasks], only)
+    return [task for task in tasks if is_wanted(task.planned.name, task.bench.name, only)]
 
 
 def measure_equivalence(
@@ -317,30 +384,30 @@ def _answer_task(
     shown: Bar,
 ) -> set[str]:
     """Answers, scores and stores the open items of one cell, one batch after the other."""
-    todo = [
-        (item, key)
-        for item, key in zip(task.bench.items, task.keys, strict=True)
-        if key not in done
-    ]
-    requests = [request for item, _ in todo for request in item.requests]
-    owners = [place for place, (item, _) in enumerate(todo) for _ in item.requests]
-    outputs: list[dict[int, Output]] = [{} for _ in todo]
-    first = [owners.index(place) for place in range(len(todo))]
+    items = task.bench.items
+    requests = [request for item in items for request in item.requests]
+    owners = [place for place, item in enumerate(items) for _ in item.requests]
+    settled = {place for place, owner in enumerate(owners) if task.keys[owner] in done}
+    outputs: list[dict[int, Output]] = [{} for _ in items]
+    first = [owners.index(place) for place in range(len(items))]
     try:
-        for batch in answer(runtime, requests, experiment.generation.rows):
+        for batch in answer(runtime, requests, experiment.generation.rows, settled):
             complete = []
             for index, output in batch:
                 place = owners[index]
+                if index in settled:
+                    continue
                 outputs[place][index - first[place]] = output
-                if len(outputs[place]) == len(todo[place][0].requests):
+                if len(outputs[place]) == len(items[place].requests):
                     complete.append(place)
-            _store(experiment, task, [(*todo[place], outputs[place]) for place in complete], store)
+            found = [(items[place], task.keys[place], outputs[place]) for place in complete]
+            _store(experiment, task, found, store)
             shown.advance(len(complete) * task.planned.components)
     except InputError as error:
         raise InputError(
             [f"{task.planned.name} on {task.bench.name}: {fault}" for fault in error.faults]
         ) from None
-    return {key for _, key in todo}
+    return set(task.keys)
 
 
 def _store(

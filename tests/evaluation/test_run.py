@@ -152,8 +152,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     asked: list[int] = []
     plain = run_module.answer
 
-    def counted(runtime: Any, requests: Any, batch_size: int) -> Any:
-        for batch in plain(runtime, requests, batch_size):
+    def counted(runtime: Any, requests: Any, batch_size: int, done: Any) -> Any:
+        for batch in plain(runtime, requests, batch_size, done):
             asked.append(len(batch))
             yield batch
             if sum(asked) == 8:  # the base's six and a batch of the first expert

@@ -104,6 +104,9 @@ class ScaledSource:
         content = f"{self._base.digest()} {self._expert.digest()} {self._alpha!r}"
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def unchanged(self) -> bool:
+        return self._base.unchanged() and self._expert.unchanged()
+
 
 class StateSource:
     """A built model's weights as a source of tensors, under the names of the checkpoint they came
@@ -134,6 +137,9 @@ class StateSource:
 
     def digest(self) -> str:
         return self._origin.digest()
+
+    def unchanged(self) -> bool:
+        return self._origin.unchanged()
 
 
 class _KeepDouble(TorchFunctionMode):

@@ -104,6 +104,29 @@ def open_family(base: Reference, experts: Mapping[str, Reference], dtype: str) -
     return Family(source, opened)
 
 
+def check_unchanged(family: Family) -> None:
+    """The files are those that the keys of the answers were made of.
+
+    Raises:
+        InputError: a file has changed since; what is computed from now on would be filed as
+            another model's.
+    """
+    faults = []
+    for name, source in {"base": family.base, **family.experts}.items():
+        try:
+            unchanged = source.unchanged()
+        except OSError:
+            unchanged = False
+        if not unchanged:
+            faults.append(
+                f"{name}: files in {getattr(source, 'adapter_folder', source.folder)} have changed "
+                "since the run began; nothing was stored for them. The same command again takes "
+                "them as they are now"
+            )
+    if faults:
+        raise InputError(faults)
+
+
 def _open_expert(base: TensorSource, reference: Reference, dtype: str) -> TensorSource:
     if reference.kind == "adapter" and reference.path is not None:
         return open_adapter(base, reference.path)

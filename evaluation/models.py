@@ -20,6 +20,7 @@ from evaluation.family import (
     DTYPES,
     Family,
     build,
+    check_unchanged,
     choose_device,
     eos_ids,
     load_tokenizer,
@@ -131,6 +132,9 @@ def load(
 
     Args:
         reports: takes what a merge has told of its inputs, by the model's name.
+
+    Raises:
+        InputError: files have changed since the family was opened.
     """
     name: Dtype = experiment.generation.dtype
     dtype, told = DTYPES[name], {} if reports is None else reports
@@ -158,6 +162,7 @@ def load(
     else:
         model = build(folder, tensors(planned, family, name, told), dtype, device)
         empty = partial(new_cache, model.config.get_text_config())
+    check_unchanged(family)
     suit_threads(model)
     pack(model)
     config = model.config.get_text_config()

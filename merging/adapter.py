@@ -97,8 +97,14 @@ class Adapter:
     def digest(self) -> str:
         return self._digest
 
+    def unchanged(self) -> bool:
+        return self._hashed() == self._digest and self._base.unchanged()
+
     @cached_property
     def _digest(self) -> str:
+        return self._hashed()
+
+    def _hashed(self) -> str:
         files = [self.adapter_folder / name for name in ("adapter_config.json", *WEIGHTS)]
         parts = [self._base.digest(), *(file_digest(file) for file in files if file.is_file())]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -62,6 +62,10 @@ class TensorSource(Protocol):
         """SHA-256 of everything that determines the tensors."""
         ...
 
+    def unchanged(self) -> bool:
+        """Are the files still those that `digest` was taken of?"""
+        ...
+
 
 class Part(Protocol):
     """One file of a checkpoint."""
@@ -201,8 +205,14 @@ class Checkpoint:
     def digest(self) -> str:
         return self._digest
 
+    def unchanged(self) -> bool:
+        return self._hashed() == self._digest
+
     @cached_property
     def _digest(self) -> str:
+        return self._hashed()
+
+    def _hashed(self) -> str:
         total = hashlib.sha256()
         for file in sorted({*self._files.values()}):
             total.update(file.name.encode() + file_digest(file).encode())

@@ -56,6 +56,9 @@ class Held:
     def digest(self) -> str:
         return self._source.digest()
 
+    def unchanged(self) -> bool:
+        return self._source.unchanged()
+
 
 @contextmanager
 def hold(sources: Sequence[TensorSource]) -> Iterator[list[TensorSource]]:

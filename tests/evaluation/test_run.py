@@ -175,6 +175,26 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert scores[0].equals(scores[1])
 
 
+@pytest.mark.parametrize("place", ["first", "base"])
+def test_a_file_that_changes_during_the_run_ends_it(
+    experiment: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """After the base's answers: what its key was made of is no longer there."""
+    out, plain = tmp_path / "out", run_module.answer
+    file = tmp_path / place / "model.safetensors"
+
+    def meddled(*arguments: Any) -> Any:
+        yield from plain(*arguments)
+        state = load_file(file)
+        save_file({name: 1.01 * tensor for name, tensor in state.items()}, file, {"format": "pt"})
+
+    monkeypatch.setattr(run_module, "answer", meddled)
+    with pytest.raises(InputError, match=f"{place}: files in .* have changed since the run began"):
+        run(experiment, out, data)
+    with sqlite3.connect(out / "records.sqlite") as store:
+        assert store.execute("SELECT count(*) FROM answers").fetchone() == (6,)  # the base's
+
+
 def test_a_changed_expert_is_asked_again_and_the_base_is_not(
     experiment: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

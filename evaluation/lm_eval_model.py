@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import (
@@ -48,6 +49,7 @@ from evaluation.text import encode
 
 NAME = "mergescope"
 OPTIONS = ("composed", "pretrained", "dtype", "batch_size", "max_gen_toks", "device")
+UNSAID = "cuda:0"  # what lm-eval's command says of the device if its user says nothing
 MOST_POSITIONS = 2048  # where neither config nor tokenizer tells, as HFLM has it
 GREEDY = ("until", "do_sample", "temperature", "top_p", "top_k", "num_beams", "max_gen_toks")
 """Settings of a generation that greedy decoding knows or can do without."""
@@ -96,8 +98,14 @@ class MergescopeLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> Self:
-        """What `--model_args` says stands above the command's own options."""
+        """What `--model_args` says stands above the command's own options.
+
+        The command says cuda:0 where the user says nothing: without CUDA, HFLM goes on elsewhere
+        then, and so do we.
+        """
         given = {k: v for k, v in (additional_config or {}).items() if v is not None}
+        if given.get("device") == UNSAID and not torch.cuda.is_available():
+            del given["device"]
         return cls(**{**given, **arg_dict})
 
     @classmethod

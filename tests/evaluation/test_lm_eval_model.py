@@ -311,7 +311,7 @@ def test_lm_evals_own_command_runs_a_composition(
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     monkeypatch.setattr(sys, "argv", sys.argv)  # the command sets it
     line = f"run --model mergescope --model_args composed={composed} --tasks sums,parity"
-    line += f" --include_path {tasks} --gen_kwargs max_gen_toks=12 --batch_size auto --device cpu"
+    line += f" --include_path {tasks} --gen_kwargs max_gen_toks=12 --batch_size auto"
     command([*line.split(), "--log_samples", "--output_path", str(tmp_path / "out")])
     theirs = hflm(AutoModelForCausalLM.from_pretrained(composed, dtype=torch.float32))
     manager = own(include_path=str(tasks))

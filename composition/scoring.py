@@ -55,7 +55,13 @@ def score_continuations(
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0) + before_all
     parts = model.parts if isinstance(model, ComposedForCausalLM) else Sequential([model])
     _check_heads(model, parts)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+    fed = slice(0, max(1, input_ids.shape[1] - 1))  # nothing is read off the last position
+    before = before[:, fed]
+    inputs = {
+        "input_ids": input_ids[:, fed],
+        "attention_mask": attention_mask[:, fed],
+        "position_ids": positions[:, fed],
+    }
     with behind(model, prefix):
         hidden = [
             parts.hidden(index, **inputs)[before.to(device)]

@@ -249,6 +249,19 @@ def list_(what: Annotated[str, typer.Argument(metavar="methods|rules|benchmarks"
     _table(CATALOGUES[what]())
 
 
+@app.command(
+    name="lm-eval",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def lm_eval(context: typer.Context) -> None:
+    """lm-eval's own command, which then knows --model mergescope: run, ls, validate."""
+    _quiet()
+    from evaluation.lm_eval_model import command
+
+    command(context.args)
+
+
 def _checkpoint(path: Path) -> Path:
     """A GGUF file is converted to a checkpoint in the cache first; anything else stays."""
     if path.suffix != ".gguf":

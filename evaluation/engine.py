@@ -81,7 +81,18 @@ def _score(
         Pair(index, *encode_pair(runtime.tokenizer, request, runtime.model_type))
         for index, request in requests
     ]
-    _check_lengths(runtime, [(len(pair.context), len(pair.rest)) for pair in pairs])
+    yield from score_tokens(runtime, pairs, batch_size)
+
+
+def score_tokens(
+    runtime: Runtime, pairs: Sequence[Pair], batch_size: int | None
+) -> Iterator[Answers]:
+    """Yields the log-likelihood of every pair's rest, as `answer` does for texts.
+
+    Raises:
+        InputError: a pair is longer than the model takes; its last token is not fed to it.
+    """
+    _check_lengths(runtime, [(len(pair.context), len(pair.rest) - 1) for pair in pairs])
     groups: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(tuple(pair.context[:SHARED]), []).append(pair)
@@ -97,9 +108,9 @@ def _score(
 
 
 class Pair(NamedTuple):
-    """The tokens of a request to score."""
+    """Tokens to score, and those before them."""
 
-    place: int  # of the request
+    place: int  # of the request; what the answer is called by
     context: list[int]
     rest: list[int]
 

@@ -39,7 +39,7 @@ def encode_pair(
     """The ids of a context and of its continuation; the context holds at least one token."""
     context, continuation = request.context, request.continuation
     if not request.separate:
-        stripped = context.rstrip(" ")  # the space belongs to the word that follows it
+        stripped = context.rstrip()  # white space belongs to the word that follows it
         context, continuation = stripped, context[len(stripped) :] + continuation
     first = encode(tokenizer, context, model_type)
     if request.separate or not context:

@@ -28,8 +28,9 @@ class Score:
     """Log-probability of a continuation given its context.
 
     With `separate`, context and continuation are tokenised apart and joined; else the boundary
-    is found as lm-eval finds it: trailing spaces of the context move to the continuation, both
-    are encoded together, and the continuation is what exceeds the encoded context.
+    is found as lm-eval finds it: white space at the context's end, line breaks too, moves to the
+    continuation, both are encoded together, and the continuation is what exceeds the encoded
+    context.
     """
 
     context: str

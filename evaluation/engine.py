@@ -64,7 +64,11 @@ def _generate(
     runtime: Runtime, requests: Sequence[tuple[int, Generate]], batch_size: int | None, done: Done
 ) -> Iterator[Answers]:
     rows = [
-        Row(index, encode(runtime.tokenizer, request.prompt, runtime.model_type), request)
+        Row(
+            index,
+            encode(runtime.tokenizer, request.prompt, runtime.model_type, runtime.chat),
+            request,
+        )
         for index, request in requests
     ]
     _check_lengths(runtime, [(len(row.prompt), row.request.max_new_tokens) for row in rows])
@@ -78,7 +82,7 @@ def _score(
     runtime: Runtime, requests: Sequence[tuple[int, Score]], batch_size: int | None, done: Done
 ) -> Iterator[Answers]:
     pairs = [
-        Pair(index, *encode_pair(runtime.tokenizer, request, runtime.model_type))
+        Pair(index, *encode_pair(runtime.tokenizer, request, runtime.model_type, runtime.chat))
         for index, request in requests
     ]
     yield from score_tokens(runtime, pairs, batch_size)

@@ -211,6 +211,7 @@ def texts(
     if spec is None:
         return []
     count = spec.count if limit is None else min(limit, spec.count)
+    chat = experiment.generation.chat
     found = []
     for name in spec.prompts:
         scored = f"{name}_loglik"
@@ -218,11 +219,13 @@ def texts(
         for item in entry.open(settings).items(count):
             request = item.requests[0]
             if isinstance(request, Score):
-                context, rest = encode_pair(tokenizer, request, model_type)
+                context, rest = encode_pair(tokenizer, request, model_type, chat)
                 found.append(Text(name, item.id, context + rest, len(context)))
+            elif isinstance(request, Generate):
+                ids = encode(tokenizer, request.prompt, model_type, chat)
+                found.append(Text(name, item.id, ids, 1))
             else:
-                text = request.prompt if isinstance(request, Generate) else request.text
-                found.append(Text(name, item.id, encode(tokenizer, text, model_type), 1))
+                found.append(Text(name, item.id, encode(tokenizer, request.text, model_type), 1))
     return [text for text in found if len(text.ids) > text.start]
 
 

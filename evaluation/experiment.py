@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from composition import CompositionError, parse_combination
 from evaluation.benchmarks import BENCHMARKS
@@ -22,6 +29,7 @@ from evaluation.errors import InputError
 from evaluation.examples import Data, find_file
 from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
+from evaluation.text import Chat, as_message
 from merging import METHODS, MergeError, Recipe, parse_recipe
 from merging.recipe import Dtype
 from merging.settings import varies
@@ -49,11 +57,38 @@ class Generation(_Strict):
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
+    chat_template: bool = False  # prompts as user messages of the base tokenizer's template
+    system_prompt: str | None = Field(default=None, min_length=1)
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _seen(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is not None and not info.data.get("chat_template", True):
+            raise ValueError(
+                "without a chat template no model sees it; expected `chat_template: true` beside it"
+            )
+        return text
 
     @property
     def rows(self) -> int | None:
         """The batch size; None where it is what fits into memory."""
         return None if self.batch_size == "auto" else self.batch_size
+
+    @property
+    def chat(self) -> Chat | None:
+        """How prompts become messages; None where they stay plain text."""
+        return Chat(self.system_prompt) if self.chat_template else None
+
+    def protocol(self) -> dict[str, Any]:
+        """What completions depend on. An option of `OPTIONS` is left out where it is not used, so
+        that answers keep the keys they had before it existed."""
+        unused = {
+            key for key in OPTIONS if getattr(self, key) == type(self).model_fields[key].default
+        }
+        return self.model_dump(exclude={"batch_size", *unused})
+
+
+OPTIONS = ("chat_template", "system_prompt")
 
 
 class Equivalence(_Strict):
@@ -149,9 +184,10 @@ def load_experiment(
                 notes.append(f"{where}: {reference} is taken for a hub id; not checked here")
         except InputError as error:
             faults += [f"{where}: {fault}" for fault in error.faults]
-    notes += _without_composition(experiment)
+    notes += _without_composition(experiment) + _code_in_chat(experiment)
     faults += _letters_faults(raw)
     faults += _model_faults(raw)
+    faults += _chat_faults(experiment, folders)
     faults += _statistics_faults(raw, [*folders, *([data_dir] if data_dir else [])])
     faults += _benchmark_faults(raw, data_dir, unsafe_execution)
     if faults or experiment is None:
@@ -246,6 +282,7 @@ def settings_for(
         max_new_tokens=experiment.generation.max_new_tokens,
         seed=experiment.seed,
         unsafe_execution=unsafe_execution,
+        chat=experiment.generation.chat_template,
         options={"skills": skills(experiment)},
     )
 
@@ -435,6 +472,35 @@ def _sweep_faults(
                     for fault in _entry_faults({**entries[name], key: value}, experts)
                 ]
     return faults
+
+
+def _chat_faults(experiment: Experiment | None, folders: Sequence[Path]) -> list[str]:
+    """What the base's tokenizer has against a chat, where it is on this machine."""
+    if experiment is None or experiment.generation.chat is None:
+        return []
+    from evaluation.family import load_tokenizer
+
+    try:
+        if isinstance(experiment.base, Letters):
+            return ["generation.chat_template: the letters models take no chats; leave it out"]
+        base = resolve(experiment.base, folders)
+        if base.kind == "checkpoint" and base.path is not None:
+            as_message(load_tokenizer(base.path), "1 + 1?", experiment.generation.chat)
+    except InputError as error:
+        return error.faults
+    return []
+
+
+def _code_in_chat(experiment: Experiment | None) -> list[str]:
+    """Benchmarks that a chat does not suit."""
+    if experiment is None or experiment.generation.chat is None:
+        return []
+    return [
+        f"benchmarks: {name} asks for the rest of a program; in a chat a model may answer with "
+        "words around it, and the program fails"
+        for name in experiment.benchmarks
+        if name in ("humaneval_plus", "mbpp_plus")
+    ]
 
 
 def _statistics_faults(raw: Mapping[str, Any], places: Sequence[Path]) -> list[str]:

@@ -174,4 +174,5 @@ def load(
         model_type=str(read_config(folder).get("model_type", "")),
         max_positions=getattr(config, "max_position_embeddings", None),
         components=planned.components,
+        chat=experiment.generation.chat,
     )

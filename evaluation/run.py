@@ -33,7 +33,13 @@ from evaluation.experiment import (
     benchmark_name,
     settings_for,
 )
-from evaluation.family import Family, choose_device, open_family, tokenizer_digest
+from evaluation.family import (
+    Family,
+    choose_device,
+    load_tokenizer,
+    open_family,
+    tokenizer_digest,
+)
 from evaluation.forecast import CellForecast, check_only, is_wanted, seconds_an_item
 from evaluation.letters import letters_checkpoint
 from evaluation.models import PlannedModel, identity, load, planned_models
@@ -41,6 +47,7 @@ from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
 from evaluation.runtime import Runtime
 from evaluation.statistics import Gatherer
+from evaluation.text import chat_digest
 from results import Answer, Cell, Store
 from results.merges import write_merge_reports
 from results.report import write_report
@@ -189,15 +196,18 @@ def plan(
 ) -> list[Task]:
     """Every model on every benchmark, model by model so that each is loaded once."""
     protocol = {
-        "generation": experiment.generation.model_dump(exclude={"batch_size"}),
+        "generation": experiment.generation.protocol(),
         "device": choose_device(experiment.generation.device).type,
         "seed": experiment.seed,
         "versions": {name: version(name) for name in VERSIONS},
     }
+    chat = experiment.generation.chat
     tasks = []
     for form in dict.fromkeys(bench.entry.form for bench in benches):
         family = families[form]
         shared = {**protocol, "tokenizer": tokenizer_digest(family.base.folder)}
+        if chat is not None:
+            shared["chat"] = chat_digest(load_tokenizer(family.base.folder), chat)
         for planned in planned_models(experiment):
             who = identity(planned, family)
             for bench in benches:
@@ -300,7 +310,7 @@ def _reference(
 def _cell(task: Task, experiment: Experiment) -> Cell:
     entry, planned = task.bench.entry, task.planned
     protocol = {
-        "generation": experiment.generation.model_dump(exclude={"batch_size"}),
+        "generation": experiment.generation.protocol(),
         "version": task.bench.benchmark.version,
     }
     return Cell(

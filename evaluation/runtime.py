@@ -9,6 +9,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from evaluation.text import Chat
+
 MOST = {"cpu": 64, "other": 256}
 """Rows of a batch beyond which nothing is gained."""
 UNKNOWN = 16
@@ -25,6 +27,7 @@ class Runtime(NamedTuple):
     model_type: str
     max_positions: int | None
     components: int = 1  # models that a step runs
+    chat: Chat | None = None  # where prompts are user messages
 
     @property
     def device(self) -> torch.device:

@@ -95,6 +95,7 @@ class Settings(NamedTuple):
     max_new_tokens: int = 512
     seed: int = 0
     unsafe_execution: bool = False
+    chat: bool = False  # prompts become user messages; what follows them begins an answer
     options: Mapping[str, Any] = {}  # what the experiment says to this one, e.g. num_fewshot
 
 

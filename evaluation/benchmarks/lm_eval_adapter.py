@@ -83,7 +83,7 @@ class LmEvalBenchmark:
         task = self._task
         with told(f"{name}: lm-eval cannot make the prompt with {_shots(task)} shots"):
             context = task.fewshot_context(doc, _shots(task), gen_prefix=task.doc_to_prefix(doc))
-            instances = _instances(task, doc, context)
+            instances = _instances(task, doc, context, self._settings.chat)
         requests = tuple(self._request(instance) for instance in instances)
         return Item(name, requests, Document(doc, context))
 
@@ -112,7 +112,7 @@ class LmEvalBenchmark:
         task, (doc, context) = self._task, item.doc
         metrics: dict[str, float] = {}
         with told(f"{item.id}: the scoring of lm-eval's task {self._name} failed"):
-            instances = _instances(task, doc, context)
+            instances = _instances(task, doc, context, self._settings.chat)
             for instance, output in zip(instances, answers, strict=True):
                 scored = instance.request_type == "loglikelihood"
                 instance.resps = [(output.logprob, output.is_greedy) if scored else output.text]
@@ -179,8 +179,11 @@ def _shots(task: Any) -> int:
     return int(task.config.num_fewshot or 0)
 
 
-def _instances(task: Any, doc: Any, context: Any) -> list[Any]:
-    made = task.construct_requests(doc=doc, ctx=context, metadata=(task.config.task, 0, 1))
+def _instances(task: Any, doc: Any, context: Any, chat: bool) -> list[Any]:
+    """The task's requests; in a chat lm-eval puts no space in front of a choice."""
+    made = task.construct_requests(
+        doc=doc, ctx=context, metadata=(task.config.task, 0, 1), apply_chat_template=chat
+    )
     return list(made) if isinstance(made, list) else [made]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from chat_tokenizers import CHATML, chat_tokenizer
 from tiny_models import gemma2
 
 from composition import ComposedForCausalLM, new_cache
@@ -15,6 +16,7 @@ from evaluation.benchmarks.contract import Generate, Output, Score, Tag
 from evaluation.engine import answer
 from evaluation.errors import InputError
 from evaluation.runtime import Runtime, fitting_batch
+from evaluation.text import Chat
 
 PROMPTS = ["a", "hello world", "def f(x):\n    return", "Q: 1+1?\nA:", "zz top", "-", "long " * 9]
 
@@ -133,6 +135,33 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_the_numbers(
 def test_a_prompt_without_tokens_is_refused(llama: Any, tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no tokens"):
         answers(runtime(llama(seed=1), tokenizer), [Generate("", (), 4)], 1)
+
+
+def test_a_chat_is_answered_as_its_written_prompt_is(llama: Any) -> None:
+    """The template written out by hand and tokenised as plain text gives the same answers."""
+    plain = runtime(llama(seed=1, vocab_size=102), chat_tokenizer(CHATML))
+    chat = plain._replace(chat=Chat("Be brief."))
+
+    def by_hand(prompt: str) -> str:
+        system = "<|start|>system\nBe brief.<|eot|>\n"
+        return f"{system}<|start|>user\n{prompt}<|eot|>\n<|start|>assistant\n"
+
+    asked: list[Any] = [Generate(prompt, ("e",), 6) for prompt in PROMPTS]
+    asked += [Score(prompt, "cd", separate=True) for prompt in PROMPTS]
+    written: list[Any] = [Generate(by_hand(prompt), ("e",), 6) for prompt in PROMPTS]
+    written += [Score(by_hand(prompt), "cd", separate=True) for prompt in PROMPTS]
+    for one, other in zip(answers(chat, asked, 3), answers(plain, written, 3), strict=True):
+        assert one.text == other.text
+        assert one.prompt_tokens == other.prompt_tokens
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_chat_that_does_not_fit_counts_the_template(llama: Any) -> None:
+    """200 characters and 19 + 6 + 2 + 11 tokens of the template, with 20 new ones to come."""
+    ready = runtime(llama(seed=1, vocab_size=102), chat_tokenizer(CHATML))
+    ready = ready._replace(chat=Chat("Be brief."))
+    with pytest.raises(InputError, match=r"longest has 238 tokens and 20 more may follow, 258 in"):
+        answers(ready, [Generate("a" * 200, (), 20)], 1)
 
 
 def shot(place: int) -> str:

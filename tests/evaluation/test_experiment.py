@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from chat_tokenizers import GEMMA, LLAMA, chat_tokenizer
 
 from evaluation.errors import InputError
-from evaluation.experiment import expand, load_experiment
+from evaluation.experiment import Generation, expand, load_experiment
 from evaluation.models import planned_models
 
 GOOD: dict[str, Any] = {
@@ -120,6 +121,11 @@ def test_several_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
         ({"generation": {"dtype": "float8"}}, "generation.dtype: found 'float8'"),
         ({"generation": {"batchsize": 4}}, "unknown key; did you mean 'batch_size'?"),
         ({"generation": {"batch_size": 0}}, "generation.batch_size: found 0"),
+        (
+            {"generation": {"system_prompt": "Be brief."}},
+            "generation.system_prompt: found 'Be brief.'; without a chat template no model sees it",
+        ),
+        ({"generation": {"chat_template": True}}, "the letters models take no chats"),
         ({"equivalence": {"prompts": ["letters"], "alphas": [2.0]}}, "above 0 and at most 1"),
         ({"equivalence": {"prompts": ["lettres"]}}, "equivalence.prompts: unknown benchmark"),
         ({"sweep": {"tb": {"lambda": [1]}}}, "sweep.tb: no model of that name"),
@@ -188,3 +194,45 @@ def test_a_task_of_lm_eval_is_checked_before_anything_runs(
 def test_letters_benchmarks_need_letters_models(tmp_path: Path) -> None:
     told = faults(tmp_path, {"experts": {"m": "org/math"}, "base": "org/base"})
     assert any("letters" in fault for fault in told)
+
+
+def test_options_that_are_not_used_do_not_change_what_answers_are_kept_under() -> None:
+    """The keys of answers that were made before the options existed."""
+    before = {"max_new_tokens": 512, "dtype": "float32", "device": "auto"}
+    assert Generation(batch_size=3).protocol() == before
+    chat = Generation(chat_template=True, system_prompt="Be brief.").protocol()
+    assert chat == {**before, "chat_template": True, "system_prompt": "Be brief."}
+
+
+def with_base(tmp_path: Path, tokenizer: Any) -> dict[str, Any]:
+    """An experiment whose base has this tokenizer."""
+    (tmp_path / "base").mkdir()
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
+    return {
+        "base": "base",
+        "experts": {"first": "org/first"},
+        "models": [],
+        "benchmarks": ["gsm8k_loglik"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(None, "the base's tokenizer has no chat template"), (GEMMA, "System role not supported")],
+)
+def test_a_base_that_cannot_chat_is_told_before_anything_runs(
+    tmp_path: Path, template: str | None, expected: str
+) -> None:
+    changes = with_base(tmp_path, chat_tokenizer(template))
+    changes["generation"] = {"chat_template": True, "system_prompt": "Be brief."}
+    told = faults(tmp_path, changes)
+    assert any(expected in fault for fault in told), told
+
+
+def test_code_in_a_chat_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evaluation.benchmarks.code.sandbox_faults", lambda _: [])
+    changes = with_base(tmp_path, chat_tokenizer(LLAMA))
+    changes |= {"generation": {"chat_template": True}, "benchmarks": ["humaneval_plus"]}
+    notes = load_experiment(written(tmp_path, {**GOOD, **changes})).notes
+    assert any("humaneval_plus asks for the rest of a program" in note for note in notes)

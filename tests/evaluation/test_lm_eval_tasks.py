@@ -326,6 +326,15 @@ def test_multiple_choice_is_scored_by_log_likelihood(own_task: Any) -> None:
     assert [m["acc"] for m in benchmark.score(items[1:], outputs[1:])] == [0.0]
 
 
+def test_in_a_chat_a_choice_begins_the_answer(own_task: Any) -> None:
+    """lm-eval leaves the delimiter between question and choice out where it makes messages."""
+    benchmark = own_task(COLOUR_ROWS, **COLOURS).open(Settings(chat=True))
+    items = benchmark.items(None)
+    assert items[0].requests == (Score("Grass is", "red"), Score("Grass is", "green"))
+    outputs = [[Output(logprob=-5.0), Output(logprob=-1.0)]] * 2
+    assert [m["acc"] for m in benchmark.score(items, outputs)] == [1.0, 0.0]
+
+
 def test_metrics_of_a_whole_corpus_are_left_out(own_task: Any) -> None:
     """F1 over classes has no value for one item; accuracy, the second metric, becomes primary."""
     metrics = [{"metric": "f1", "aggregation": "f1"}, {"metric": "acc"}]

@@ -12,7 +12,9 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from chat_tokenizers import CHATML
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import evaluation.run as run_module
 from evaluation.equivalence import keep_double
@@ -269,6 +271,40 @@ def test_the_eos_rule_knows_every_id_that_ends_a_text(experiment: Path, tmp_path
     runtime = load(logit, family, loaded)
     assert runtime.eos_ids == {2, 40}
     assert runtime.model.eos_ids == [2, 40]
+
+
+def test_a_chat_is_another_protocol_with_keys_of_its_own(
+    experiment: Path, tmp_path: Path, data: Path
+) -> None:
+    """Base, experts, merge and composition in a chat; then another system prompt."""
+    content = yaml.safe_load(experiment.read_text())
+    plain = keys(experiment, tmp_path / "plain", data)
+    content["generation"] |= {"chat_template": True}
+    experiment.write_text(yaml.safe_dump(content))
+    with pytest.raises(InputError, match="tokenizer has no chat template"):
+        run(experiment, tmp_path / "chat", data)
+    made = AutoTokenizer.from_pretrained(tmp_path / "base")
+    made.chat_template = CHATML
+    made.save_pretrained(tmp_path / "base")
+    chat = keys(experiment, tmp_path / "chat", data)
+    content["generation"] |= {"system_prompt": "Be brief."}
+    experiment.write_text(yaml.safe_dump(content))
+    brief = keys(experiment, tmp_path / "brief", data)
+    made.chat_template = CHATML + " "
+    made.save_pretrained(tmp_path / "base")
+    other = keys(experiment, tmp_path / "other", data)
+    assert len(plain[0] | chat[0] | brief[0] | other[0]) == 4 * 30
+    assert len(plain[1] | chat[1] | brief[1]) == 3  # protocols, which no table mixes
+    assert "Be brief." in (tmp_path / "brief" / "report.html").read_text()
+
+
+def keys(experiment: Path, out: Path, data: Path) -> tuple[set[str], set[str]]:
+    """The keys of all answers of a run, and the digests of its protocols."""
+    run(experiment, out, data)
+    with sqlite3.connect(out / "records.sqlite") as store:
+        found = store.execute("SELECT key FROM answers").fetchall()
+        protocols = store.execute("SELECT protocol FROM cells").fetchall()
+    return {key for (key,) in found}, {protocol for (protocol,) in protocols}
 
 
 def test_results_that_cannot_be_written_are_told(

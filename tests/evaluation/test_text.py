@@ -6,9 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_tokenizers import CHATML, GEMMA, LLAMA, chat_tokenizer, ids
 
 from evaluation.benchmarks.contract import Score
-from evaluation.text import cut_at_stops, decode_completion, encode, encode_pair
+from evaluation.errors import InputError
+from evaluation.text import (
+    Chat,
+    chat_digest,
+    cut_at_stops,
+    decode_completion,
+    encode,
+    encode_pair,
+)
 
 
 class Words:
@@ -87,3 +96,142 @@ def test_text_is_cut_at_its_earliest_stop(
     text: str, stops: tuple[str, ...], expected: tuple[str, bool]
 ) -> None:
     assert cut_at_stops(text, stops) == expected
+
+
+WITHOUT_BOS = LLAMA.removeprefix("{{ bos_token }}")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "model_type", "chat", "expected"),
+    [
+        (
+            chat_tokenizer(LLAMA, add_bos=True),
+            "llama",
+            Chat(),
+            "<s><|start|>user<|end|>\n\n1 + 1?<|eot|><|start|>assistant<|end|>\n\n",
+        ),
+        (
+            chat_tokenizer(LLAMA, add_bos=True),
+            "llama",
+            Chat("Be brief."),
+            "<s><|start|>system<|end|>\n\nBe brief.<|eot|><|start|>user<|end|>\n\n1 + 1?<|eot|>"
+            "<|start|>assistant<|end|>\n\n",
+        ),
+        (  # a tokenizer that adds BOS adds it to a template that has none
+            chat_tokenizer(WITHOUT_BOS, add_bos=True),
+            "llama",
+            Chat(),
+            "<s><|start|>user<|end|>\n\n1 + 1?<|eot|><|start|>assistant<|end|>\n\n",
+        ),
+        (  # and one that adds none does not
+            chat_tokenizer(WITHOUT_BOS),
+            "llama",
+            Chat(),
+            "<|start|>user<|end|>\n\n1 + 1?<|eot|><|start|>assistant<|end|>\n\n",
+        ),
+        (
+            chat_tokenizer(GEMMA),
+            "gemma2",
+            Chat(),
+            "<s><|start|>user\n1 + 1?<|eot|>\n<|start|>model\n",
+        ),
+        (  # the family needs BOS whatever the template says
+            chat_tokenizer(GEMMA.removeprefix("{{ bos_token }}")),
+            "gemma2",
+            Chat(),
+            "<s><|start|>user\n1 + 1?<|eot|>\n<|start|>model\n",
+        ),
+        (  # the first turn's mark is BOS; the template's own system prompt stays
+            chat_tokenizer(CHATML, bos="<|start|>"),
+            "llama",
+            Chat(),
+            "<|start|>system\nHelp<|eot|>\n<|start|>user\n1 + 1?<|eot|>\n<|start|>assistant\n",
+        ),
+        (
+            chat_tokenizer(CHATML, bos="<|start|>"),
+            "llama",
+            Chat("Be brief."),
+            "<|start|>system\nBe brief.<|eot|>\n<|start|>user\n1 + 1?<|eot|>\n<|start|>assistant\n",
+        ),
+    ],
+)
+def test_a_prompt_becomes_a_user_message_with_bos_once(
+    tokenizer: Any, model_type: str, chat: Chat, expected: str
+) -> None:
+    assert encode(tokenizer, "1 + 1?", model_type, chat) == ids(expected)
+
+
+def test_a_template_leaves_plain_prompts_alone() -> None:
+    assert encode(chat_tokenizer(LLAMA, add_bos=True), "1 + 1?", "llama") == ids("<s>1 + 1?")
+
+
+def test_a_context_becomes_a_user_message_and_its_continuation_the_answer() -> None:
+    """The white space that ends the template goes with the answer, as in lm-eval; a pair that is
+    tokenised apart keeps it in the context."""
+    tokenizer, chat = chat_tokenizer(LLAMA, add_bos=True), Chat()
+    asked = "<s><|start|>user<|end|>\n\nQ<|eot|><|start|>assistant<|end|>"
+    pair = encode_pair(tokenizer, Score("Q", " yes"), "llama", chat)
+    assert pair == (ids(asked), ids("\n\n yes"))
+    pair = encode_pair(tokenizer, Score("Q", " yes", separate=True, max_tokens=3), "llama", chat)
+    assert pair == (ids(asked + "\n\n"), ids(" ye"))
+
+
+def test_no_context_is_no_message() -> None:
+    """The probability of an answer as such, which some metrics compare with."""
+    pair = encode_pair(chat_tokenizer(CHATML), Score("", "yes"), "llama", Chat())
+    assert pair == (ids("<s>"), ids("yes"))
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize(
+    "made",
+    [
+        chat_tokenizer(LLAMA, add_bos=True),
+        chat_tokenizer(CHATML, bos="<|start|>"),
+        chat_tokenizer(GEMMA),
+        chat_tokenizer(WITHOUT_BOS, add_bos=True),
+    ],
+)
+def test_ids_are_those_of_lm_eval(made: Any, system: str | None, llama: Any) -> None:
+    """lm-eval 0.4.13 with `apply_chat_template`, one turn: prompts and pairs to score."""
+    from lm_eval.models.huggingface import HFLM
+
+    if system is not None and made.chat_template == GEMMA:
+        pytest.skip("lm-eval drops a system prompt that a template refuses; here it is an error")
+    theirs = HFLM(pretrained=llama(seed=0, vocab_size=102), tokenizer=made, device="cpu")
+    messages = [{"role": "user", "content": "Q: a b\nA: "}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    written = theirs.apply_chat_template(messages)
+    chat = Chat(system)
+    assert encode(made, "Q: a b\nA: ", "llama", chat) == theirs.tok_encode(written)
+    expected = theirs._encode_pair(written, "so it is")
+    assert encode_pair(made, Score("Q: a b\nA: ", "so it is"), "llama", chat) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        (None, Chat(), "the base's tokenizer has no chat template"),
+        (GEMMA, Chat("Be brief."), r"refuses a system prompt \(System role not supported\)"),
+        (GEMMA.replace("== 'system'", "== 'user'"), Chat(), "refuses a user message"),
+        (LLAMA.replace("in messages", "in messages[-1:]"), Chat("Be brief."), "drops system"),
+    ],
+)
+def test_what_a_template_cannot_do_is_told(template: str | None, chat: Chat, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        chat_digest(chat_tokenizer(template), chat)
+
+
+def test_another_template_or_system_prompt_is_another_chat() -> None:
+    made = [
+        chat_digest(chat_tokenizer(template), chat)
+        for template in (LLAMA, CHATML)
+        for chat in (Chat(), Chat("Be brief."))
+    ]
+    assert len(set(made)) == 4
+
+
+def test_a_date_in_a_template_is_the_same_every_day() -> None:
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}" + LLAMA
+    assert encode(chat_tokenizer(dated), "Q", "llama", Chat())[:11] == ids("26 Jul 2024")

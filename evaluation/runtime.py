@@ -25,6 +25,7 @@ class Runtime(NamedTuple):
     model_type: str
     max_positions: int | None
     components: int = 1  # models that a step runs
+    share: float = 1.0  # of the free memory, where other processes answer beside this one
 
     @property
     def device(self) -> torch.device:
@@ -32,7 +33,7 @@ class Runtime(NamedTuple):
 
 
 def fitting_batch(runtime: Runtime, tokens: int) -> int:
-    """Rows of so many tokens whose caches fill half of the free memory, at most `MOST`."""
+    """Rows of so many tokens whose caches fill half of the memory free for it, at most `MOST`."""
     device = runtime.device
     most = MOST.get(device.type, MOST["other"])
     config = runtime.model.config.get_text_config()
@@ -49,7 +50,7 @@ def fitting_batch(runtime: Runtime, tokens: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = psutil.virtual_memory().available
-    return int(max(1, min(most, free // 2 // row)))
+    return int(max(1, min(most, runtime.share * free // 2 // row)))
 
 
 def _is_stacked(model: Any) -> bool:

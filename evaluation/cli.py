@@ -44,6 +44,16 @@ Unsafe = Annotated[
     ),
 ]
 
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="local|ADDRESS",
+        help="Share the items among Ray's workers, one a GPU or a few cores each: `local` starts "
+        "a Ray here, an address joins one. Needs mergescope[ray].",
+    ),
+]
+
 
 @app.command()
 def run(
@@ -62,6 +72,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be done, and how long it may take.")
     ] = False,
+    ray: Ray = None,
 ) -> None:
     """Run everything; the same command again finishes what is missing and repeats nothing."""
     _quiet()
@@ -93,6 +104,7 @@ def run(
             fresh=fresh,
             unsafe_execution=unsafe_execution,
             only=only or (),
+            ray=ray,
         )
     except KeyboardInterrupt:
         typer.echo(

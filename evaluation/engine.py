@@ -85,11 +85,11 @@ def _score(
         Pair(index, *encode_pair(runtime.tokenizer, request, runtime.model_type, runtime.chat))
         for index, request in requests
     ]
-    yield from score_tokens(runtime, pairs, batch_size)
+    yield from score_tokens(runtime, pairs, batch_size, done)
 
 
 def score_tokens(
-    runtime: Runtime, pairs: Sequence[Pair], batch_size: int | None
+    runtime: Runtime, pairs: Sequence[Pair], batch_size: int | None, done: Done = frozenset()
 ) -> Iterator[Answers]:
     """Yields the log-likelihood of every pair's rest, as `answer` does for texts.
 

@@ -46,8 +46,17 @@ from evaluation.models import PlannedModel, identity, load, planned_models
 from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
 from evaluation.runtime import Runtime
+from evaluation.sharding import Asked
 from evaluation.statistics import Gatherer
 from evaluation.text import chat_digest
+from evaluation.workers import (
+    Cluster,
+    Collect,
+    OpenCell,
+    answer_on_workers,
+    connected,
+    require_ray,
+)
 from results import Answer, Cell, Store
 from results.merges import write_merge_reports
 from results.report import write_report
@@ -81,6 +90,7 @@ def run_experiment(
     fresh: bool = False,
     unsafe_execution: bool = False,
     only: Sequence[str] = (),
+    ray: str | None = None,
 ) -> list[Path]:
     """Runs what is missing of an experiment and writes its results under `out`.
 
@@ -88,6 +98,7 @@ def run_experiment(
         limit: the first so many items of each benchmark; None for all.
         fresh: forget earlier answers in `out`.
         only: patterns `MODEL/BENCHMARK` of the cells to answer now; the others stay planned.
+        ray: the address of a Ray whose workers answer, or `local` to start one here.
 
     Returns:
         The files of the report.
@@ -97,6 +108,8 @@ def run_experiment(
     """
     experiment = loaded.experiment
     choose_device(experiment.generation.device)
+    if ray is not None:
+        require_ray()
     _check_writable(out)
     with Store(out / "records.sqlite", fresh=fresh) as store:
         settings = settings_for(experiment, data_dir, unsafe_execution)
@@ -106,7 +119,7 @@ def run_experiment(
         chosen = _chosen(tasks, only)
         store.set_plan([_cell(task, experiment) for task in tasks])
         _write_provenance(loaded, out, families, benches, limit, data_dir)
-        _answer_all(experiment, families, chosen, store, out)
+        _answer_all(experiment, families, chosen, store, out, ray)
         if not only:
             _measure(experiment, families.get("causal"), settings, store, limit)
     return write_report(out)
@@ -332,26 +345,69 @@ def _answer_all(
     tasks: Sequence[Task],
     store: Store,
     out: Path,
+    ray: str | None,
 ) -> None:
     done = store.finished(key for task in tasks for key in task.keys)
     open_tasks = [task for task in tasks if set(task.keys) - done]
     total = sum(len(set(task.keys) - done) * task.planned.components for task in open_tasks)
     reports: dict[Form, dict[str, Any]] = {form: {} for form in families}
-    _make_merges(experiment, families, open_tasks, reports)
-    with bar("evaluation", total) as shown:
-        for planned, form, group in _by_model(open_tasks):
-            shown.describe(f"{planned.name} · loading")
-            runtime = load(planned, families[form], experiment, reports[form])
-            for task in group:
-                shown.describe(f"{planned.name} · {task.bench.name}")
-                done |= _answer_task(experiment, runtime, task, done, store, shown)
-            del runtime
+    device = choose_device(experiment.generation.device).type
+    with connected(ray if open_tasks else None, device) as cluster:
+        _make_merges(experiment, families, open_tasks, reports)
+        with bar("evaluation", total) as shown:
+            if cluster is None:
+                _answer_here(experiment, families, open_tasks, done, reports, store, shown)
+            else:
+                _answer_there(
+                    cluster, experiment, families, open_tasks, done, reports, store, shown
+                )
     told = {
         name if form == "causal" else f"{name} · {form}": report
         for form, found in reports.items()
         for name, report in found.items()
     }
     write_merge_reports(out, told)
+
+
+def _answer_here(
+    experiment: Experiment,
+    families: Mapping[Form, Family],
+    tasks: Sequence[Task],
+    done: set[str],
+    reports: Mapping[Form, dict[str, Any]],
+    store: Store,
+    shown: Bar,
+) -> None:
+    """One model after the other, in this process."""
+    for planned, form, group in _by_model(tasks):
+        shown.describe(f"{planned.name} · loading")
+        runtime = load(planned, families[form], experiment, reports[form])
+        for task in group:
+            shown.describe(f"{planned.name} · {task.bench.name}")
+            done |= _answer_task(experiment, runtime, task, done, store, shown)
+        del runtime
+
+
+def _answer_there(
+    cluster: Cluster,
+    experiment: Experiment,
+    families: Mapping[Form, Family],
+    tasks: Sequence[Task],
+    done: set[str],
+    reports: Mapping[Form, dict[str, Any]],
+    store: Store,
+    shown: Bar,
+) -> None:
+    """On Ray's workers; what they answer is scored and stored in this process."""
+    cells = [
+        OpenCell(task.planned, task.bench.entry.form, task.bench.name, task.bench.items, task.keys)
+        for task in tasks
+    ]
+
+    def collector(cell: int, asked: Asked) -> Collect:
+        return _collector(experiment, tasks[cell], asked, store, shown)
+
+    answer_on_workers(cluster, experiment, families, cells, done, collector, reports, shown)
 
 
 def _make_merges(
@@ -394,30 +450,42 @@ def _answer_task(
     shown: Bar,
 ) -> set[str]:
     """Answers, scores and stores the open items of one cell, one batch after the other."""
-    items = task.bench.items
-    requests = [request for item in items for request in item.requests]
-    owners = [place for place, item in enumerate(items) for _ in item.requests]
-    settled = {place for place, owner in enumerate(owners) if task.keys[owner] in done}
-    outputs: list[dict[int, Output]] = [{} for _ in items]
-    first = [owners.index(place) for place in range(len(items))]
+    asked = Asked(task.bench.items, task.keys, frozenset(done))
+    collect = _collector(experiment, task, asked, store, shown)
+    rows = experiment.generation.rows
     try:
-        for batch in answer(runtime, requests, experiment.generation.rows, settled):
-            complete = []
-            for index, output in batch:
-                place = owners[index]
-                if index in settled:
-                    continue
-                outputs[place][index - first[place]] = output
-                if len(outputs[place]) == len(items[place].requests):
-                    complete.append(place)
-            found = [(items[place], task.keys[place], outputs[place]) for place in complete]
-            _store(experiment, task, found, store)
-            shown.advance(len(complete) * task.planned.components)
+        for batch in answer(runtime, asked.requests(), rows, asked.settled()):
+            collect(batch)
     except InputError as error:
         raise InputError(
             [f"{task.planned.name} on {task.bench.name}: {fault}" for fault in error.faults]
         ) from None
     return set(task.keys)
+
+
+def _collector(
+    experiment: Experiment, task: Task, asked: Asked, store: Store, shown: Bar
+) -> Collect:
+    """What takes the outputs of one cell as they come, and scores and stores each whole item."""
+    owners, settled = asked.owners(), asked.settled()
+    outputs: list[dict[int, Output]] = [{} for _ in asked.items]
+    first = [owners.index(place) for place in range(len(asked.items))]
+
+    def collect(batch: Sequence[tuple[int, Output]]) -> list[str]:
+        complete = []
+        for index, output in batch:
+            place = owners[index]
+            if index in settled:
+                continue
+            outputs[place][index - first[place]] = output
+            if len(outputs[place]) == len(asked.items[place].requests):
+                complete.append(place)
+        found = [(asked.items[place], asked.keys[place], outputs[place]) for place in complete]
+        _store(experiment, task, found, store)
+        shown.advance(len(complete) * task.planned.components)
+        return [asked.keys[place] for place in complete]
+
+    return collect
 
 
 def _store(

@@ -28,6 +28,7 @@ class Runtime(NamedTuple):
     max_positions: int | None
     components: int = 1  # models that a step runs
     chat: Chat | None = None  # where prompts are user messages
+    share: float = 1.0  # of the free memory, where other processes answer beside this one
 
     @property
     def device(self) -> torch.device:
@@ -35,7 +36,7 @@ class Runtime(NamedTuple):
 
 
 def fitting_batch(runtime: Runtime, tokens: int) -> int:
-    """Rows of so many tokens whose caches fill half of the free memory, at most `MOST`."""
+    """Rows of so many tokens whose caches fill half of the memory free for it, at most `MOST`."""
     device = runtime.device
     most = MOST.get(device.type, MOST["other"])
     config = runtime.model.config.get_text_config()
@@ -52,7 +53,7 @@ def fitting_batch(runtime: Runtime, tokens: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = psutil.virtual_memory().available
-    return int(max(1, min(most, free // 2 // row)))
+    return int(max(1, min(most, runtime.share * free // 2 // row)))
 
 
 def _is_stacked(model: Any) -> bool:

@@ -64,6 +64,11 @@ class Adapter:
         self._adapted = dict(adapted)  # the base's tensor -> the adapter's module
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes where the files are, not what has been read of them."""
+        folders = {name: getattr(self, name).absolute() for name in ("folder", "adapter_folder")}
+        return {**vars(self), **folders, "_pairs": {}}
+
     def names(self) -> list[str]:
         return self._base.names()
 

@@ -186,6 +186,15 @@ class Checkpoint:
         if tied and HEAD in self._files and EMBEDDINGS in self._files:
             self._forget_tied_head()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes where the files are, and their digest; it opens them itself."""
+        kept = {name: value for name, value in vars(self).items() if name != "_lock"}
+        files = {name: file.absolute() for name, file in self._files.items()}
+        return {**kept, "folder": self.folder.absolute(), "_files": files, "_parts": {}}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def names(self) -> list[str]:
         return list(self._files)
 

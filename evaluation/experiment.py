@@ -10,7 +10,7 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import (
@@ -54,7 +54,7 @@ class Generation(_Strict):
     """How completions are made; one protocol for every model of the experiment."""
 
     max_new_tokens: int = Field(default=512, ge=1)
-    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    batch_size: int | Literal["auto"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
     chat_template: bool = False  # prompts as user messages of the base tokenizer's template
@@ -68,6 +68,13 @@ class Generation(_Strict):
                 "without a chat template no model sees it; expected `chat_template: true` beside it"
             )
         return text
+
+    @field_validator("batch_size", mode="plain")
+    @classmethod
+    def _rows_or_auto(cls, found: Any) -> Any:
+        if found == "auto" or (type(found) is int and found >= 1):
+            return found
+        raise ValueError("expected a number of rows from 1 on, or auto")
 
     @property
     def rows(self) -> int | None:

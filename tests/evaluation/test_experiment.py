@@ -120,7 +120,10 @@ def test_several_faults_of_every_kind_are_told_together(tmp_path: Path) -> None:
         ),
         ({"generation": {"dtype": "float8"}}, "generation.dtype: found 'float8'"),
         ({"generation": {"batchsize": 4}}, "unknown key; did you mean 'batch_size'?"),
-        ({"generation": {"batch_size": 0}}, "generation.batch_size: found 0"),
+        (
+            {"generation": {"batch_size": 0}},
+            "generation.batch_size: found 0; expected a number of rows from 1 on, or auto",
+        ),
         (
             {"generation": {"system_prompt": "Be brief."}},
             "generation.system_prompt: found 'Be brief.'; without a chat template no model sees it",

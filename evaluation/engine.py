@@ -17,8 +17,8 @@ import torch
 from composition import Prefix, fill_prefix, score_continuations
 from evaluation.benchmarks.contract import Generate, Output, Request, Score, Tag
 from evaluation.decoding import SHARED, Row, common_beginning, decode, smaller
-from evaluation.errors import InputError
-from evaluation.runtime import Runtime, fitting_batch, is_out_of_memory, pad
+from evaluation.runtime import Runtime, check_lengths, fitting_batch, is_out_of_memory, pad
+from evaluation.served import Ready, Served, answer_served
 from evaluation.text import decode_completion, encode, encode_pair
 
 Row_ = TypeVar("Row_", bound=tuple[Any, ...])
@@ -30,7 +30,7 @@ SCORED = 4096
 
 
 def answer(
-    runtime: Runtime,
+    runtime: Ready,
     requests: Sequence[Request],
     batch_size: int | None,
     done: Collection[int] = frozenset(),
@@ -47,6 +47,9 @@ def answer(
     Raises:
         InputError: a prompt and its continuation are longer than the model takes.
     """
+    if isinstance(runtime, Served):
+        yield from answer_served(runtime, requests, batch_size, done)
+        return
     kinds: dict[type[Request], Callable[..., Iterator[Answers]]] = {
         Generate: _generate,
         Score: _score,
@@ -71,7 +74,9 @@ def _generate(
         )
         for index, request in requests
     ]
-    _check_lengths(runtime, [(len(row.prompt), row.request.max_new_tokens) for row in rows])
+    check_lengths(
+        runtime.max_positions, [(len(row.prompt), row.request.max_new_tokens) for row in rows]
+    )
     longest = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
     size = batch_size or fitting_batch(runtime, longest)
     for finished in decode(runtime, rows, size, done):
@@ -96,7 +101,9 @@ def score_tokens(
     Raises:
         InputError: a pair is longer than the model takes; its last token is not fed to it.
     """
-    _check_lengths(runtime, [(len(pair.context), len(pair.rest) - 1) for pair in pairs])
+    check_lengths(
+        runtime.max_positions, [(len(pair.context), len(pair.rest) - 1) for pair in pairs]
+    )
     groups: dict[tuple[int, ...], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(tuple(pair.context[:SHARED]), []).append(pair)
@@ -181,7 +188,7 @@ def _tag(
         (index, encode(runtime.tokenizer, request.text, runtime.model_type))
         for index, request in requests
     ]
-    _check_lengths(runtime, [(len(ids), 0) for _, ids in rows])
+    check_lengths(runtime.max_positions, [(len(ids), 0) for _, ids in rows])
     size = batch_size or fitting_batch(runtime, max(len(ids) for _, ids in rows))
     yield from in_batches(rows, size, done, partial(_tag_batch, runtime))
 
@@ -205,21 +212,3 @@ def _tag_batch(runtime: Runtime, batch: Sequence[tuple[int, list[int]]]) -> Answ
         )
         for place, (index, row) in enumerate(batch)
     ]
-
-
-def _check_lengths(runtime: Runtime, lengths: Sequence[tuple[int, int]]) -> None:
-    empty = sum(1 for prompt, _ in lengths if prompt == 0)
-    if empty:
-        raise InputError(f"{empty} prompts have no tokens at all; each needs at least one")
-    limit = runtime.max_positions
-    if limit is None:
-        return
-    long = [(prompt, more) for prompt, more in lengths if prompt + more > limit]
-    if long:
-        prompt, more = max(long, key=sum)
-        raise InputError(
-            f"{len(long)} of {len(lengths)} prompts do not fit: the longest has {prompt} "
-            f"tokens and {more} more may follow, {prompt + more} in all, where the model takes "
-            f"{limit}. Use fewer shots (num_fewshot), a smaller generation.max_new_tokens, or "
-            "another model; prompts are never cut"
-        )

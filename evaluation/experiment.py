@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from composition import CompositionError, parse_combination
@@ -50,6 +52,17 @@ class Letters(_Strict):
 ModelReference = str | Letters
 
 
+class Vllm(_Strict):
+    """What vLLM is told of the machine; nothing here changes what a model says."""
+
+    max_model_len: int | None = Field(default=None, ge=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    enforce_eager: bool | None = None
+
+
 class Generation(_Strict):
     """How completions are made; one protocol for every model of the experiment."""
 
@@ -59,6 +72,8 @@ class Generation(_Strict):
     device: str = "auto"
     chat_template: bool = False  # prompts as user messages of the base tokenizer's template
     system_prompt: str | None = Field(default=None, min_length=1)
+    engine: Literal["transformers", "vllm"] = "transformers"  # vllm: all but compositions
+    vllm: Vllm = Vllm()
 
     @field_validator("system_prompt")
     @classmethod
@@ -76,6 +91,12 @@ class Generation(_Strict):
             return found
         raise ValueError("expected a number of rows from 1 on, or auto")
 
+    @model_validator(mode="after")
+    def _served(self) -> Generation:
+        if self.engine != "vllm" and self.vllm != Vllm():
+            raise ValueError("vllm: its options need `engine: vllm` beside them")
+        return self
+
     @property
     def rows(self) -> int | None:
         """The batch size; None where it is what fits into memory."""
@@ -87,15 +108,15 @@ class Generation(_Strict):
         return Chat(self.system_prompt) if self.chat_template else None
 
     def protocol(self) -> dict[str, Any]:
-        """What completions depend on. An option of `OPTIONS` is left out where it is not used, so
-        that answers keep the keys they had before it existed."""
+        """What completions depend on: not the batches, not the machine. An option of `OPTIONS` is
+        left out where it is not used: answers keep the keys they had before it existed."""
         unused = {
             key for key in OPTIONS if getattr(self, key) == type(self).model_fields[key].default
         }
-        return self.model_dump(exclude={"batch_size", *unused})
+        return self.model_dump(exclude={"batch_size", "vllm", *unused})
 
 
-OPTIONS = ("chat_template", "system_prompt")
+OPTIONS = ("chat_template", "system_prompt", "engine")
 
 
 class Equivalence(_Strict):
@@ -194,7 +215,7 @@ def load_experiment(
     notes += _without_composition(experiment) + _code_in_chat(experiment)
     faults += _letters_faults(raw)
     faults += _model_faults(raw)
-    faults += _chat_faults(experiment, folders)
+    faults += _chat_faults(experiment, folders) + _engine_faults(experiment)
     faults += _statistics_faults(raw, [*folders, *([data_dir] if data_dir else [])])
     faults += _benchmark_faults(raw, data_dir, unsafe_execution)
     if faults or experiment is None:
@@ -508,6 +529,26 @@ def _code_in_chat(experiment: Experiment | None) -> list[str]:
         for name in experiment.benchmarks
         if name in ("humaneval_plus", "mbpp_plus")
     ]
+
+
+def _engine_faults(experiment: Experiment | None) -> list[str]:
+    """What stands against vLLM, where it is asked for."""
+    if experiment is None or experiment.generation.engine != "vllm":
+        return []
+    faults = []
+    if find_spec("vllm") is None:
+        faults.append(
+            "generation.engine: the package vllm is not installed; install it with "
+            "`pip install 'mergescope[vllm]'`, or leave engine out"
+        )
+    named = [name for name in experiment.benchmarks if isinstance(name, str) and name in BENCHMARKS]
+    faults += [
+        f"benchmarks: {name} asks for a token at every position, which vLLM does not tell; leave "
+        "it out, or leave generation.engine out"
+        for name in named
+        if BENCHMARKS[name].form == "aligned"
+    ]
+    return faults
 
 
 def _statistics_faults(raw: Mapping[str, Any], places: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from evaluation.benchmarks.contract import Generate, Item, Request
 from evaluation.engine import answer
 from evaluation.errors import InputError
-from evaluation.runtime import Runtime
+from evaluation.served import Ready
 
 PROBED = 8
 """Items of a benchmark that are answered to measure it."""
@@ -63,7 +63,7 @@ def check_only(cells: Sequence[tuple[str, str]], only: Sequence[str]) -> None:
 
 
 def seconds_an_item(
-    runtime: Runtime,
+    runtime: Ready,
     items: Sequence[Item],
     batch_size: int | None,
     clock: Callable[[], float] = time.perf_counter,
@@ -87,7 +87,7 @@ def _limited(request: Request, tokens: int) -> Request:
 
 
 def _timed(
-    runtime: Runtime,
+    runtime: Ready,
     requests: Sequence[Request],
     batch_size: int | None,
     clock: Callable[[], float],

@@ -89,9 +89,7 @@ def merged(
     Raises:
         InputError: the inputs cannot be merged.
     """
-    if _found(model, family, dtype, reports) is None and _fits(_bytes(family.base, dtype)):
-        _write(model, family, dtype, reports, announce)
-    folder = _found(model, family, dtype, reports)
+    folder = checkpoint(model, family, dtype, reports, announce)
     if folder is not None:
         source = open_checkpoint(folder)
         return {name: source.read(name) for name in source.names()}
@@ -103,6 +101,25 @@ def merged(
         found = dict(tensors_of(job, announce(f"merging {model.name}", False), report=told))
     reports[model.name] = told.summary(family.base.names())
     return found
+
+
+def checkpoint(
+    model: Model,
+    family: Family,
+    dtype: Dtype,
+    reports: dict[str, Any],
+    announce: Announce = silent,
+) -> Path | None:
+    """The folder of a merge in the cache, made where it is not there; None where it does not fit.
+
+    Raises:
+        InputError: the inputs cannot be merged.
+    """
+    folder = _found(model, family, dtype, reports)
+    if folder is None and _fits(_bytes(family.base, dtype)):
+        _write(model, family, dtype, reports, announce)
+        folder = _found(model, family, dtype, reports)
+    return folder
 
 
 def _write(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composition import Combination, ComposedForCausalLM, new_cache, pack, parse_combination
 from evaluation import merges
+from evaluation.errors import InputError
 from evaluation.experiment import BASE, Experiment, Model, expand
 from evaluation.family import (
     DTYPES,
@@ -28,6 +29,7 @@ from evaluation.family import (
     weights,
 )
 from evaluation.runtime import Runtime
+from evaluation.served import Ready, Served, start
 from evaluation.training import suit_threads
 from merging import METHODS, Adapter, parse_parameters
 from merging.recipe import Dtype
@@ -127,15 +129,17 @@ def load(
     family: Family,
     experiment: Experiment,
     reports: dict[str, Any] | None = None,
-) -> Runtime:
+) -> Ready:
     """Loads a model of the experiment, ready to answer.
 
     Args:
         reports: takes what a merge has told of its inputs, by the model's name.
 
     Raises:
-        InputError: files have changed since the family was opened.
+        InputError: files have changed since the family was opened, or vLLM refuses the model.
     """
+    if is_served(planned, experiment):
+        return _serve(planned, family, experiment, {} if reports is None else reports)
     name: Dtype = experiment.generation.dtype
     dtype, told = DTYPES[name], {} if reports is None else reports
     device = choose_device(experiment.generation.device)
@@ -165,14 +169,67 @@ def load(
     check_unchanged(family)
     suit_threads(model)
     pack(model)
-    config = model.config.get_text_config()
     return Runtime(
         model=model,
         tokenizer=tokenizer,
         eos_ids=ends,
         new_cache=empty,
         model_type=str(read_config(folder).get("model_type", "")),
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=max_positions(model.config),
         components=planned.components,
         chat=experiment.generation.chat,
     )
+
+
+def max_positions(config: Any) -> int | None:
+    """How long a text may be, by a Hugging Face config; None where it says nothing."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def is_served(planned: PlannedModel, experiment: Experiment) -> bool:
+    """Is the model answered by vLLM? Compositions never are."""
+    return experiment.generation.engine == "vllm" and planned.kind != "composition"
+
+
+def _serve(
+    planned: PlannedModel, family: Family, experiment: Experiment, reports: dict[str, Any]
+) -> Served:
+    from transformers import AutoConfig
+
+    generation, folder = experiment.generation, family.base.folder
+    tokenizer = load_tokenizer(folder)
+    checkpoint = _checkpoint(planned, family, generation.dtype, reports)
+    check_unchanged(family)
+    options = {"max_model_len": max_positions(AutoConfig.from_pretrained(folder))}
+    options |= generation.vllm.model_dump(exclude_none=True)
+    return Served(
+        llm=start(checkpoint, folder, generation.dtype, experiment.seed, options),
+        tokenizer=tokenizer,
+        eos_ids=eos_ids(family, tokenizer),
+        model_type=str(read_config(folder).get("model_type", "")),
+        max_positions=options["max_model_len"],
+        chat=generation.chat,
+    )
+
+
+def _checkpoint(
+    planned: PlannedModel, family: Family, dtype: Dtype, reports: dict[str, Any]
+) -> Path:
+    """The folder of a whole model: its own, a merge's, or an adapter's merged into its base."""
+    if planned.kind == "base":
+        return family.base.folder
+    model, inputs = planned.model, family
+    if planned.kind == "expert":
+        expert = family.experts[planned.name]
+        if not isinstance(expert, Adapter):
+            return expert.folder
+        model, reports = Model(name=planned.name, method="linear"), {}
+        inputs = family._replace(experts={planned.name: expert})
+    assert model is not None
+    found = merges.checkpoint(model, inputs, dtype, reports)
+    if found is None:
+        raise InputError(
+            f"{planned.name}: vLLM reads models from files, and this one does not fit into the "
+            f"cache; set {merges.LIMIT} higher, or generation.engine: transformers"
+        )
+    return found

@@ -7,6 +7,7 @@ key is not asked again, whichever run put it there.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -42,10 +43,10 @@ from evaluation.family import (
 )
 from evaluation.forecast import CellForecast, check_only, is_wanted, seconds_an_item
 from evaluation.letters import letters_checkpoint
-from evaluation.models import PlannedModel, identity, load, planned_models
+from evaluation.models import PlannedModel, identity, is_served, load, planned_models
 from evaluation.progress import Bar, Step, bar, steps
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
-from evaluation.runtime import Runtime
+from evaluation.served import Ready
 from evaluation.sharding import Asked
 from evaluation.statistics import Gatherer
 from evaluation.text import chat_digest
@@ -209,12 +210,13 @@ def plan(
 ) -> list[Task]:
     """Every model on every benchmark, model by model so that each is loaded once."""
     protocol = {
-        "generation": experiment.generation.protocol(),
         "device": choose_device(experiment.generation.device).type,
         "seed": experiment.seed,
         "versions": {name: version(name) for name in VERSIONS},
     }
-    chat = experiment.generation.chat
+    generation = experiment.generation
+    by_transformers = generation.model_copy(update={"engine": "transformers"}).protocol()
+    chat = generation.chat
     tasks = []
     for form in dict.fromkeys(bench.entry.form for bench in benches):
         family = families[form]
@@ -222,7 +224,9 @@ def plan(
         if chat is not None:
             shared["chat"] = chat_digest(load_tokenizer(family.base.folder), chat)
         for planned in planned_models(experiment):
-            who = identity(planned, family)
+            who = identity(planned, family) | {"generation": by_transformers}
+            if is_served(planned, experiment):
+                who |= {"generation": generation.protocol(), "vllm": version("vllm")}
             for bench in benches:
                 if bench.entry.form == form:
                     about = {**shared, **who, "benchmark": [bench.name, bench.benchmark.version]}
@@ -386,6 +390,7 @@ def _answer_here(
             shown.describe(f"{planned.name} · {task.bench.name}")
             done |= _answer_task(experiment, runtime, task, done, store, shown)
         del runtime
+        gc.collect()  # a GPU's memory is free again before the next model comes
 
 
 def _answer_there(
@@ -443,7 +448,7 @@ def _by_model(tasks: Sequence[Task]) -> Iterator[tuple[PlannedModel, Form, list[
 
 def _answer_task(
     experiment: Experiment,
-    runtime: Runtime,
+    runtime: Ready,
     task: Task,
     done: set[str],
     store: Store,
@@ -551,6 +556,7 @@ def _write_provenance(
     import torch
 
     experiment = loaded.experiment
+    packages = (*VERSIONS, *(["vllm"] if experiment.generation.engine == "vllm" else []))
     resolved = experiment.model_dump(mode="json", by_alias=True, exclude_none=True)
     folders = search_path(loaded.path.resolve(), data_dir)
     named = {"base": experiment.base, **experiment.experts}
@@ -569,7 +575,7 @@ def _write_provenance(
         },
         "benchmarks": {bench.name: bench.benchmark.version for bench in benches},
         "items": {bench.name: len(bench.items) for bench in benches},
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in VERSIONS}},
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in packages}},
         "hardware": {
             "machine": platform.machine(),
             "processors": os.cpu_count(),

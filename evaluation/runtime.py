@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from evaluation.errors import InputError
 from evaluation.text import Chat
 
 MOST = {"cpu": 64, "other": 256}
@@ -79,3 +80,29 @@ def pad(rows: Sequence[Sequence[int]], left: bool, device: torch.device) -> tupl
         ids[place, span] = torch.tensor(row, dtype=torch.long)
         mask[place, span] = 1
     return ids.to(device), mask.to(device)
+
+
+def check_lengths(limit: int | None, lengths: Sequence[tuple[int, int]]) -> None:
+    """Every prompt has tokens, and room for what follows it.
+
+    Args:
+        limit: positions of the model; None for any number.
+        lengths: a prompt's tokens, and how many more may follow them.
+
+    Raises:
+        InputError: it has not.
+    """
+    empty = sum(1 for prompt, _ in lengths if prompt == 0)
+    if empty:
+        raise InputError(f"{empty} prompts have no tokens at all; each needs at least one")
+    if limit is None:
+        return
+    long = [(prompt, more) for prompt, more in lengths if prompt + more > limit]
+    if long:
+        prompt, more = max(long, key=sum)
+        raise InputError(
+            f"{len(long)} of {len(lengths)} prompts do not fit: the longest has {prompt} "
+            f"tokens and {more} more may follow, {prompt + more} in all, where the model takes "
+            f"{limit}. Use fewer shots (num_fewshot), a smaller generation.max_new_tokens, or "
+            "another model; prompts are never cut"
+        )

@@ -32,6 +32,7 @@ from evaluation.merges import LIMIT
 from evaluation.models import PlannedModel, load
 from evaluation.progress import Bar
 from evaluation.runtime import Runtime
+from evaluation.served import Ready
 from evaluation.sharding import Asked, Queue, Shard, cut
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ class Worker:
 
         keep_freed_memory()
         self._experiment, self._families, self._share = experiment, families, share
-        self._runtime: Runtime | None = None
+        self._runtime: Ready | None = None
 
     def ready(self) -> int:
         """The id of the process."""
@@ -180,7 +181,7 @@ class Worker:
             torch.cuda.empty_cache()
         told: dict[str, Any] = {}
         found = load(planned, self._families[form], self._experiment, told)
-        self._runtime = found._replace(share=self._share)
+        self._runtime = found._replace(share=self._share) if isinstance(found, Runtime) else found
         return told
 
     def answer(

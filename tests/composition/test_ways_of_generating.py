@@ -53,6 +53,13 @@ def expected(models: list[Any], words: Any) -> list[int]:
     return plain(models, words(PROMPT)["input_ids"])
 
 
+def test_a_compiled_forward(models: list[Any], composed: ComposedForCausalLM, words: Any) -> None:
+    """By a backend that traces but generates no code; generate compiles the same way on a GPU."""
+    composed.forward = torch.compile(composed.forward, backend="eager")
+    found = generated(composed, words, cache_implementation="static", disable_compile=True)
+    assert found == expected(models, words)
+
+
 @pytest.mark.parametrize(
     "options",
     [

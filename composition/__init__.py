@@ -16,11 +16,20 @@ from composition.packed import pack
 from composition.prefix import Prefix, behind, fill_prefix
 from composition.rules import RULES
 from composition.scoring import score_continuations
-from composition.speculation import Sampling, Speculated, speculate, task_arithmetic_drafter
+from composition.speculation import (
+    Acceptance,
+    Sampling,
+    Speculated,
+    best_gamma,
+    speculate,
+    speculative_round,
+    task_arithmetic_drafter,
+)
 from composition.vocabulary import check_vocabularies
 
 __all__ = [
     "RULES",
+    "Acceptance",
     "Combination",
     "ComposedForCausalLM",
     "CompositionError",
@@ -30,6 +39,7 @@ __all__ = [
     "Sampling",
     "Speculated",
     "behind",
+    "best_gamma",
     "can_join",
     "check_vocabularies",
     "compose_logits",
@@ -43,6 +53,7 @@ __all__ = [
     "parse_combination",
     "score_continuations",
     "speculate",
+    "speculative_round",
     "task_arithmetic_drafter",
     "trim_left",
 ]

@@ -17,8 +17,9 @@ A good drafter is the task-arithmetic merge of the components, the composition t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,35 +105,89 @@ def speculate(
     for cache in caches:
         cache.crop(0)
     pending = _draw(_probabilities(logits[:, -1:], sampling), sampling)[:, 0]  # (B,)
-    rounds = drafted = accepted = judged = tokens_by_rounds = 0
-    steps = 0
+    rounds = drafted = accepted = steps = tokens_by_rounds = 0
     rows, pending, mask = _leave(
         rows, [[token] for token in pending.tolist()], pending, mask, caches, ends, max_new_tokens
     )
+    forwards_of = (partial(_step, model), partial(_step, drafter))
+    acceptance = Acceptance()
     while rows:
-        rate = (PRIOR[0] + accepted) / (PRIOR[1] + judged)
-        size = gamma or best_gamma(rate, model.parts.count)
+        size = gamma or best_gamma(acceptance.rate, model.parts.count)
         size = min(size, max(max_new_tokens - len(row.tokens) for row in rows))
-        guesses, q, mask = _draft(drafter, pending, mask, caches[1], size, sampling)
-        logits = _step(model, torch.cat([pending[:, None], guesses], dim=1), mask, caches[0])
-        kept, pending = _judge(logits, guesses, q, sampling)
+        round_ = speculative_round(forwards_of, caches, pending, mask, size, sampling)
+        acceptance = acceptance.after(round_)
         rounds, steps = rounds + 1, steps + size + 1
-        drafted, accepted = drafted + guesses.numel(), accepted + int(kept.sum())
-        judged += int(kept.sum() + (kept < size).sum())
+        drafted, accepted = drafted + size * len(rows), accepted + int(round_.kept.sum())
         tokens_by_rounds += len(rows)
-        mask = _realign(caches, mask, size - kept)
-        taken = [
-            [*guess[:count], token]
-            for guess, count, token in zip(
-                guesses.tolist(), kept.tolist(), pending.tolist(), strict=True
-            )
-        ]
-        rows, pending, mask = _leave(rows, taken, pending, mask, caches, ends, max_new_tokens)
+        rows, pending, mask = _leave(
+            rows, round_.tokens, round_.pending, round_.mask, caches, ends, max_new_tokens
+        )
     found = [row.tokens for row in everyone]
     forwards = steps + rounds * model.parts.count
     made = sum(len(tokens) - 1 for tokens in found)  # the first comes with the prompt
     share = tokens_by_rounds * forwards / rounds if rounds else 0.0
     return Speculated(found, rounds, drafted, accepted, forwards, share / made if made else 0.0)
+
+
+Forward = Callable[[Tensor, Tensor, Any], Tensor]
+"""(ids (B, T), mask of all so far, cache) -> logits (B, T, V)."""
+
+
+class Round(NamedTuple):
+    """What one round gave."""
+
+    tokens: list[list[int]]  # of each row: what it kept of the guesses, and one more
+    kept: Tensor  # (B,) guesses that were right
+    size: int  # tokens that were drafted for each row
+    pending: Tensor  # (B,) the last token of each, which no cache holds yet
+    mask: Tensor  # (B, T) of all that the caches hold now
+
+
+class Acceptance(NamedTuple):
+    """How often guesses have been right so far."""
+
+    accepted: float = PRIOR[0]
+    judged: float = PRIOR[1]
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.judged
+
+    def after(self, round_: Round) -> Acceptance:
+        """With one more round counted; of what a row dropped, its first guess was judged."""
+        right = int(round_.kept.sum())
+        return Acceptance(
+            self.accepted + right, self.judged + right + int((round_.kept < round_.size).sum())
+        )
+
+
+def speculative_round(
+    forwards: tuple[Forward, Forward],
+    caches: Sequence[Any],
+    pending: Tensor,
+    mask: Tensor,
+    size: int,
+    sampling: Sampling | None = None,
+) -> Round:
+    """Drafts `size` tokens for every row and judges them.
+
+    Args:
+        forwards: of the judging model and of the drafter.
+        caches: theirs; both hold what the mask stands for, and are moved on.
+        pending: (B,) the last token of each row, which no cache holds yet.
+        mask: (B, T), padded on the left.
+    """
+    guesses, q, mask = _draft(forwards[1], pending, mask, caches[1], size, sampling)
+    logits = forwards[0](torch.cat([pending[:, None], guesses], dim=1), mask, caches[0])
+    kept, pending = _judge(logits, guesses, q, sampling)
+    mask = _realign(caches, mask, size - kept)
+    tokens = [
+        [*guess[:count], token]
+        for guess, count, token in zip(
+            guesses.tolist(), kept.tolist(), pending.tolist(), strict=True
+        )
+    ]
+    return Round(tokens, kept, size, pending, mask)
 
 
 def best_gamma(rate: float, components: int) -> int:
@@ -203,13 +258,18 @@ def _step(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
 
 
 def _draft(
-    drafter: Any, pending: Tensor, mask: Tensor, cache: Any, size: int, sampling: Sampling | None
+    forward: Forward,
+    pending: Tensor,
+    mask: Tensor,
+    cache: Any,
+    size: int,
+    sampling: Sampling | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Guesses (B, gamma), their distributions (B, gamma, V), and the mask with all of them."""
     guesses, q = [pending], []
     for place in range(size + 1):
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        logits = _step(drafter, guesses[-1][:, None], mask, cache)
+        logits = forward(guesses[-1][:, None], mask, cache)
         if place < size:  # the last guess only goes into the cache
             q.append(_probabilities(logits, sampling))
             guesses.append(_draw(q[-1], sampling)[:, 0])

@@ -3,6 +3,8 @@
     beginning   what all prompts share goes through the model once (`composition.prefix`)
     admit       the longest waiting prompts join the batch where rows have left it
     step        one token for every row; a row leaves at its own EOS, stop string or limit
+    round       where there is a drafter, in place of a step: it guesses, the composition judges
+                (`composition.speculation`); the same tokens
 
 A row's tokens are those it would get alone: its padding is masked and its positions are its own.
 """
@@ -11,15 +13,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from composition import Prefix, behind, can_join, fill_prefix, join_rows, trim_left
+from composition import (
+    Acceptance,
+    Prefix,
+    behind,
+    best_gamma,
+    can_join,
+    fill_prefix,
+    join_rows,
+    new_cache,
+    speculative_round,
+    trim_left,
+)
 from evaluation.benchmarks.contract import Generate, Output
 from evaluation.errors import InputError
 from evaluation.runtime import Runtime, is_out_of_memory, pad
@@ -81,12 +95,12 @@ def decode(
     for group in groups.values():
         waiting = [row for row in group if row.index not in done]
         waiting.sort(key=lambda row: -len(row.prompt))  # what fits then, fits always
-        prefix, seconds = _beginning(runtime, group) if waiting else (None, 0.0)
+        prefix, guessing, seconds = _beginning(runtime, group) if waiting else (None, None, 0.0)
         for row in waiting:
             row.seconds += seconds / len(waiting)
         size = batch_size
         while waiting:
-            batch = _Batch(runtime, prefix, size)
+            batch = _Batch(runtime, prefix, guessing, size)
             try:
                 for ended in batch.run(waiting):
                     finished = {row.index for row in ended}
@@ -110,15 +124,19 @@ def common_beginning(prompts: Sequence[list[int]]) -> int:
     return max(most, 0)
 
 
-def _beginning(runtime: Runtime, rows: Sequence[Row]) -> tuple[Prefix | None, float]:
+def _beginning(runtime: Runtime, rows: Sequence[Row]) -> tuple[Prefix | None, Prefix | None, float]:
+    """What all rows share, in the model and in its drafter, and the seconds that took."""
     length = common_beginning([row.prompt for row in rows])
     if len(rows) < 2 or length < SHARED:
-        return None, 0.0
+        return None, None, 0.0
     started = time.perf_counter()
     reach = max(len(row.prompt) + row.request.max_new_tokens for row in rows)
-    cache = runtime.new_cache()
-    prefix = fill_prefix(runtime.model, rows[0].prompt[:length], cache, reach)
-    return prefix, time.perf_counter() - started
+    shared, drafter = rows[0].prompt[:length], runtime.drafter
+    prefix = fill_prefix(runtime.model, shared, runtime.new_cache(), reach)
+    guessing = None
+    if prefix is not None and drafter is not None:
+        guessing = fill_prefix(drafter, shared, new_cache(drafter.config.get_text_config()), reach)
+    return prefix, guessing, time.perf_counter() - started
 
 
 def smaller(size: int, error: BaseException) -> int:
@@ -139,13 +157,27 @@ def smaller(size: int, error: BaseException) -> int:
 
 
 class _Batch:
-    """The rows that are being decoded, their cache and mask."""
+    """The rows that are being decoded, their caches and mask.
 
-    def __init__(self, runtime: Runtime, prefix: Prefix | None, size: int) -> None:
-        self._runtime, self._prefix, self._size = runtime, prefix, size
+    There is a second cache, the drafter's, where one guesses.
+    """
+
+    def __init__(
+        self, runtime: Runtime, prefix: Prefix | None, guessing: Prefix | None, size: int
+    ) -> None:
+        self._runtime, self._size = runtime, size
         self._skipped = 0 if prefix is None else prefix.length
+        self._forwards = [partial(self._forward, runtime.model, prefix)]
+        self._empty: list[Callable[[], Any]] = [runtime.new_cache]
+        drafter = runtime.drafter
+        if drafter is not None and (guessing is None) == (prefix is None):
+            empty = partial(new_cache, drafter.config.get_text_config())
+            if _can_go_back(runtime.new_cache()) and _can_go_back(empty()):
+                self._forwards.append(partial(self._forward, drafter, guessing))
+                self._empty.append(empty)
+        self._acceptance = Acceptance()
         self._alive: list[Row] = []
-        self._cache: Any = None
+        self._caches: list[Any] = []
         self._mask = self._next = torch.empty(0)  # (rows, T), and the tokens to feed (rows,)
 
     @torch.inference_mode()
@@ -168,7 +200,7 @@ class _Batch:
 
     def _may_join(self, free: int, waiting: int) -> bool:
         enough = free * REFILL >= self._size or free >= waiting
-        return free > 0 and enough and can_join(self._cache)
+        return free > 0 and enough and all(can_join(cache) for cache in self._caches)
 
     def _admission(self, queue: Sequence[Row], free: int) -> list[Row]:
         """As many as are free and go through the model at once; the first is the longest."""
@@ -180,21 +212,25 @@ class _Batch:
         started = time.perf_counter()
         prompts = [row.prompt[self._skipped :] for row in rows]
         ids, mask = pad(prompts, left=True, device=self._runtime.device)
-        cache = self._runtime.new_cache()
-        tokens = self._forward(ids, mask, cache)
+        caches = [empty() for empty in self._empty]
+        tokens, *_ = (
+            forward(ids, mask, cache, logits_to_keep=1)[:, -1].argmax(-1)
+            for forward, cache in zip(self._forwards, caches, strict=True)
+        )
         seconds = time.perf_counter() - started
-        done = self._take(rows, tokens, seconds)
+        done = self._take(rows, tokens[:, None].tolist(), seconds)
         staying = [place for place, row in enumerate(rows) if not _is_done(row)]
         if not staying:
             return done
-        cache, mask, tokens = _selected(cache, mask, tokens, staying, len(rows))
+        mask, tokens = _selected(caches, mask, tokens, staying, len(rows))
         rows = [rows[place] for place in staying]
         if not self._alive:
-            self._alive, self._cache, self._mask, self._next = rows, cache, mask, tokens
+            self._alive, self._caches, self._mask, self._next = rows, caches, mask, tokens
             return done
         empty = int((self._mask.cumsum(-1) == 0).sum(-1).min())
-        trim_left(self._cache, empty)
-        join_rows(self._cache, cache)
+        for cache, more in zip(self._caches, caches, strict=True):
+            trim_left(cache, empty)
+            join_rows(cache, more)
         self._mask = _stacked([self._mask[:, empty:], mask])
         self._next = torch.cat([self._next, tokens])
         self._alive += rows
@@ -202,49 +238,82 @@ class _Batch:
 
     def _step(self) -> list[Row]:
         started = time.perf_counter()
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._alive), 1)], dim=-1)
-        tokens = self._forward(self._next[:, None], self._mask, self._cache)
-        done = self._take(self._alive, tokens, time.perf_counter() - started)
+        if len(self._forwards) == 2:
+            taken, tokens = self._round()
+        else:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._alive), 1)], dim=-1)
+            logits = self._forwards[0](self._next[:, None], self._mask, self._caches[0])
+            tokens = logits[:, -1].argmax(-1)
+            taken = tokens[:, None].tolist()
+        done = self._take(self._alive, taken, time.perf_counter() - started)
         staying = [place for place, row in enumerate(self._alive) if not _is_done(row)]
-        self._cache, self._mask, self._next = _selected(
-            self._cache, self._mask, tokens, staying, len(self._alive)
+        self._mask, self._next = _selected(
+            self._caches, self._mask, tokens, staying, len(self._alive)
         )
         self._alive = [self._alive[place] for place in staying]
         return done
 
-    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """The most probable next token of each row, (rows,)."""
+    def _round(self) -> tuple[list[list[int]], Tensor]:
+        """Some tokens for every row, and the last of each."""
+        left = max(row.request.max_new_tokens - len(row.generated) for row in self._alive)
+        size = min(best_gamma(self._acceptance.rate, self._runtime.components), left)
+        judge, draft = self._forwards
+        found = speculative_round((judge, draft), self._caches, self._next, self._mask, size)
+        self._acceptance = self._acceptance.after(found)
+        self._mask = found.mask
+        return found.tokens, found.pending
+
+    def _forward(
+        self,
+        model: Any,
+        prefix: Prefix | None,
+        ids: Tensor,
+        mask: Tensor,
+        cache: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Logits of the tokens that follow, (rows, T, V)."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self._skipped
-        standing: AbstractContextManager[None] = behind(self._runtime.model, self._prefix)
-        with standing:
-            logits = self._runtime.model(
+        with behind(model, prefix):
+            logits: Tensor = model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
                 cache=cache,
                 use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-        return logits.argmax(-1)  # type: ignore[no-any-return]
+                **options,
+            ).logits
+        return logits
 
-    def _take(self, rows: Sequence[Row], tokens: Tensor, seconds: float) -> list[Row]:
-        for row, token in zip(rows, tokens.tolist(), strict=True):
+    def _take(
+        self, rows: Sequence[Row], taken: Sequence[Sequence[int]], seconds: float
+    ) -> list[Row]:
+        for row, tokens in zip(rows, taken, strict=True):
             row.seconds += seconds / len(rows)
             row.batch_size = self._size
-            _append(self._runtime, row, token)
+            for token in tokens:
+                _append(self._runtime, row, token)
+                if _is_done(row):
+                    break
         return [row for row in rows if _is_done(row)]
 
 
+def _can_go_back(cache: Any) -> bool:
+    """Can wrong guesses be taken back? Not where a layer forgets what leaves its window."""
+    windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return can_join(cache) and not windows
+
+
 def _selected(
-    cache: Any, mask: Tensor, tokens: Tensor, staying: Sequence[int], rows: int
-) -> tuple[Any, Tensor, Tensor]:
-    if len(staying) == rows:
-        return cache, mask, tokens
-    if not staying:
-        return None, mask[:0], tokens[:0]
+    caches: Sequence[Any], mask: Tensor, tokens: Tensor, staying: Sequence[int], rows: int
+) -> tuple[Tensor, Tensor]:
+    """Keeps the rows that stay, in the caches too."""
+    if len(staying) == rows or not staying:
+        return mask[: len(staying)], tokens[: len(staying)]
     chosen = torch.tensor(staying, device=mask.device)
-    cache.batch_select_indices(chosen)
-    return cache, mask[chosen], tokens[chosen]
+    for cache in caches:
+        cache.batch_select_indices(chosen)
+    return mask[chosen], tokens[chosen]
 
 
 def _stacked(masks: Sequence[Tensor]) -> Tensor:

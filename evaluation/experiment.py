@@ -52,6 +52,10 @@ class Letters(_Strict):
 ModelReference = str | Letters
 
 
+FEW = 4
+"""Rows of a batch up to which a drafter saves time without being asked for."""
+
+
 class Vllm(_Strict):
     """What vLLM is told of the machine; nothing here changes what a model says."""
 
@@ -72,6 +76,7 @@ class Generation(_Strict):
     device: str = "auto"
     chat_template: bool = False  # prompts as user messages of the base tokenizer's template
     system_prompt: str | None = Field(default=None, min_length=1)
+    speculate: bool | None = None  # compositions of whole models; None: where batches are small
     engine: Literal["transformers", "vllm"] = "transformers"  # vllm: all but compositions
     vllm: Vllm = Vllm()
 
@@ -103,6 +108,13 @@ class Generation(_Strict):
         return None if self.batch_size == "auto" else self.batch_size
 
     @property
+    def speculates(self) -> bool:
+        """Do compositions of whole models get a drafter? On two cores it pays up to four rows."""
+        if self.speculate is None:
+            return self.rows is not None and self.rows <= FEW
+        return self.speculate
+
+    @property
     def chat(self) -> Chat | None:
         """How prompts become messages; None where they stay plain text."""
         return Chat(self.system_prompt) if self.chat_template else None
@@ -113,7 +125,7 @@ class Generation(_Strict):
         unused = {
             key for key in OPTIONS if getattr(self, key) == type(self).model_fields[key].default
         }
-        return self.model_dump(exclude={"batch_size", "vllm", *unused})
+        return self.model_dump(exclude={"batch_size", "speculate", "vllm", *unused})
 
 
 OPTIONS = ("chat_template", "system_prompt", "engine")

@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from composition import Combination, ComposedForCausalLM, new_cache, pack, parse_combination
+from composition import (
+    Combination,
+    ComposedForCausalLM,
+    new_cache,
+    pack,
+    parse_combination,
+    task_arithmetic_drafter,
+)
 from evaluation import merges
 from evaluation.errors import InputError
 from evaluation.experiment import BASE, Experiment, Model, expand
@@ -146,6 +153,7 @@ def load(
     folder = family.base.folder
     tokenizer = load_tokenizer(folder)
     ends = eos_ids(family, tokenizer)
+    drafter = None
     if planned.model is not None and planned.kind == "composition":
         parts = planned_models(experiment)[: planned.components]  # the base and the experts
         chosen = dict(combination(planned.model, len(parts) - 1))
@@ -163,12 +171,16 @@ def load(
                 base, experts, names=list(family.experts), **chosen
             )
         empty: Callable[[], Any] = model.new_cache
+        if experiment.generation.speculates and adapters is None:
+            drafter = task_arithmetic_drafter(model)
     else:
         model = build(folder, tensors(planned, family, name, told), dtype, device)
         empty = partial(new_cache, model.config.get_text_config())
     check_unchanged(family)
     suit_threads(model)
     pack(model)
+    if drafter is not None:
+        pack(drafter)
     return Runtime(
         model=model,
         tokenizer=tokenizer,
@@ -178,6 +190,7 @@ def load(
         max_positions=max_positions(model.config),
         components=planned.components,
         chat=experiment.generation.chat,
+        drafter=drafter,
     )
 
 

@@ -29,6 +29,7 @@ class Runtime(NamedTuple):
     max_positions: int | None
     components: int = 1  # models that a step runs
     chat: Chat | None = None  # where prompts are user messages
+    drafter: Any | None = None  # a causal LM that guesses for a composition
     share: float = 1.0  # of the free memory, where other processes answer beside this one
 
     @property

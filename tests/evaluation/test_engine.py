@@ -10,7 +10,7 @@ import torch
 from chat_tokenizers import CHATML, chat_tokenizer
 from tiny_models import gemma2
 
-from composition import ComposedForCausalLM, new_cache
+from composition import ComposedForCausalLM, new_cache, task_arithmetic_drafter
 from evaluation import decoding, engine
 from evaluation.benchmarks.contract import Generate, Output, Score, Tag
 from evaluation.engine import answer
@@ -69,6 +69,63 @@ def test_completions_equal_a_plain_loop_at_any_batch_size(
     expected = [plain(model, tokenizer, request, eos) for request in requests]
     assert [output.text for output in found] == expected
     assert [output.prompt_tokens for output in found] == [len(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+@pytest.mark.parametrize("guess", ["near", "far"])
+@pytest.mark.parametrize("shared", ["", "Q: what is 2+2? A: four, of course it is. "])
+def test_a_drafter_changes_no_completion(
+    llama: Any, tokenizer: Any, batch_size: int, guess: str, shared: str
+) -> None:
+    """The task-arithmetic merge, which is right now and then, and a model that never is."""
+    base, *experts = llama(seed=1), llama(seed=1), llama(seed=1)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for expert in experts:
+            for parameter in expert.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    model = ComposedForCausalLM.from_models(base, experts)
+    drafter = task_arithmetic_drafter(model) if guess == "near" else llama(seed=9)
+    eos, stops = frozenset({2, 40}), ("e", "ZQ")
+    requests = [
+        Generate(shared + prompt, stops if place % 2 else (), 9 + place)
+        for place, prompt in enumerate(PROMPTS)
+    ]
+    ready = runtime(model, tokenizer, eos)._replace(drafter=drafter, components=3)
+    calls = []
+    drafter.register_forward_hook(lambda *_: calls.append(1))
+    found = answers(ready, list(requests), batch_size)
+    expected = [plain(model, tokenizer, request, eos) for request in requests]
+    assert [output.text for output in found] == expected
+    assert calls
+    without = answers(ready._replace(drafter=None), list(requests), batch_size)
+    assert [o._replace(seconds=0.0) for o in found] == [o._replace(seconds=0.0) for o in without]
+
+
+def test_a_drafter_saves_forwards_of_the_composition(llama: Any, tokenizer: Any) -> None:
+    model = ComposedForCausalLM.from_models(llama(seed=1), [llama(seed=1)])  # all the same
+    ready = runtime(model, tokenizer, frozenset())._replace(components=2)
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    answers(ready, [Generate("ab", (), 40)], 1)
+    plainly, calls[:] = len(calls), []
+    answers(ready._replace(drafter=task_arithmetic_drafter(model)), [Generate("ab", (), 40)], 1)
+    assert plainly == 40
+    assert len(calls) < 14
+
+
+def test_a_drafter_is_left_out_where_a_layer_forgets(tokenizer: Any) -> None:
+    """Gemma 2: keys that left the window cannot come back when a guess was wrong."""
+    models = [gemma2(seed=seed, vocab_size=99) for seed in (1, 2)]
+    model = ComposedForCausalLM.from_models(models[0], models[1:])
+    drafter = task_arithmetic_drafter(model)
+    ready = runtime(model, tokenizer, frozenset())._replace(components=2)
+    requests = [Generate(prompt, (), 20) for prompt in PROMPTS[:3]]
+    drafter.register_forward_hook(lambda *_: pytest.fail("it was asked"))
+    found = answers(ready._replace(drafter=drafter), list(requests), 2)
+    assert [output.text for output in found] == [
+        plain(model, tokenizer, request, frozenset()) for request in requests
+    ]
 
 
 def test_truncated_says_whether_the_limit_ended_the_row(llama: Any, tokenizer: Any) -> None:

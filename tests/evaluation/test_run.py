@@ -67,6 +67,37 @@ def run(experiment: Path, out: Path, data: Path, limit: int | None = None) -> No
     run_experiment(load_experiment(experiment, data), out, limit=limit, data_dir=data)
 
 
+def test_small_batches_of_whole_experts_get_a_drafter(
+    experiment: Path, tmp_path: Path, data: Path
+) -> None:
+    """The merge that equals the composition to first order; its answers keep their keys."""
+    loaded = load_experiment(experiment, data).experiment
+    references = {
+        name: Reference(name, "checkpoint", tmp_path / name) for name in ("first", "second")
+    }
+    family = open_family(
+        Reference("base", "checkpoint", tmp_path / "base"), references, loaded.generation.dtype
+    )
+    ta, logit = planned_models(loaded)[-2:]
+    drafter = load(logit, family, loaded).drafter
+    merge = load(ta, family, loaded)
+    assert merge.drafter is None
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        guesses, exact = (model(input_ids=ids).logits for model in (drafter, merge.model))
+    assert torch.allclose(guesses, exact, atol=1e-4)
+    for changes, expected in [
+        ({"batch_size": 5}, False),
+        ({"batch_size": "auto"}, False),
+        ({"speculate": False}, False),
+        ({"batch_size": 64, "speculate": True}, True),
+    ]:
+        other = loaded.generation.model_copy(update=changes)
+        assert other.protocol() == loaded.generation.protocol()
+        found = load(logit, family, loaded.model_copy(update={"generation": other}))
+        assert (found.drafter is not None) == expected, changes
+
+
 def test_a_run_writes_what_the_contract_names(experiment: Path, tmp_path: Path, data: Path) -> None:
     out = tmp_path / "out"
     run(experiment, out, data)

@@ -298,27 +298,21 @@ def _folder(data_dir: Path | None) -> Path | None:
 def _show_forecast(cells: Any) -> None:
     import pandas as pd
 
+    from evaluation.forecast import summary
+    from evaluation.progress import duration
+
     rows = [
         {
             "model": cell.model,
             "benchmark": cell.benchmark,
             "items": cell.items,
             "done": cell.done,
-            "at most": _duration(cell.seconds),
+            "at most": duration(cell.seconds),
         }
         for cell in cells
     ]
     _table(pd.DataFrame(rows))
-    items, done = sum(cell.items for cell in cells), sum(cell.done for cell in cells)
-    seconds = sum(cell.seconds or 0.0 for cell in cells)
-    typer.echo(f"{len(cells)} cells, {items} items, {done} of them done; {_duration(seconds)} left")
-    typer.echo("at most: every completion at its limit of tokens, by a probe of the base")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    typer.echo(summary(cells))
 
 
 def _show(folder: Path) -> None:

@@ -16,11 +16,16 @@ from typing import NamedTuple
 from evaluation.benchmarks.contract import Generate, Item, Request
 from evaluation.engine import answer
 from evaluation.errors import InputError
+from evaluation.progress import duration
 from evaluation.served import Ready
 
 PROBED = 8
 """Items of a benchmark that are answered to measure it."""
 TOKENS = 16
+
+
+WORTH_A_PROBE = 256
+"""Items left from which on a run begins with a probe: a few seconds, where hours are at stake."""
 
 
 class CellForecast(NamedTuple):
@@ -31,6 +36,19 @@ class CellForecast(NamedTuple):
     items: int
     done: int
     seconds: float | None  # for what is left, at most; None where nothing was measured
+
+
+def summary(cells: Sequence[CellForecast]) -> str:
+    """A plan in one sentence."""
+    items, done = sum(cell.items for cell in cells), sum(cell.done for cell in cells)
+    text = f"{len(cells)} cells, {items} items, {done} of them done"
+    known = [cell.seconds for cell in cells if cell.seconds is not None]
+    if not known:
+        return text
+    return (
+        f"{text}; {duration(sum(known))} left at most: every completion at its limit of tokens, by "
+        "a probe of the base"
+    )
 
 
 def is_wanted(model: str, benchmark: str, only: Sequence[str]) -> bool:

@@ -72,6 +72,18 @@ class _LineBar:
         print(f"{self._done / self._total:4.0%} {text}", file=sys.stderr, flush=True)
 
 
+def tell(text: str) -> None:
+    """A line on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """`2 h 05 min`, `3 min 20 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)

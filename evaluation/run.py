@@ -41,10 +41,17 @@ from evaluation.family import (
     open_family,
     tokenizer_digest,
 )
-from evaluation.forecast import CellForecast, check_only, is_wanted, seconds_an_item
+from evaluation.forecast import (
+    WORTH_A_PROBE,
+    CellForecast,
+    check_only,
+    is_wanted,
+    seconds_an_item,
+    summary,
+)
 from evaluation.letters import letters_checkpoint
 from evaluation.models import PlannedModel, identity, is_served, load, planned_models
-from evaluation.progress import Bar, Step, bar, steps
+from evaluation.progress import Bar, Step, bar, steps, tell
 from evaluation.references import Reference, anchored, fetch, resolve, search_path
 from evaluation.served import Ready
 from evaluation.sharding import Asked
@@ -150,8 +157,19 @@ def forecast(
     if (out / "records.sqlite").is_file():
         with Store(out / "records.sqlite", read_only=True) as store:
             done = store.finished(key for task in tasks for key in task.keys)
+    return _foreseen(experiment, families, tasks, done, probe=True)
+
+
+def _foreseen(
+    experiment: Experiment,
+    families: Mapping[Form, Family],
+    tasks: Sequence[Task],
+    done: set[str],
+    probe: bool,
+) -> list[CellForecast]:
+    """What is left of every cell; with its time where the base is measured."""
     left = {task.bench.name: task.bench for task in tasks if set(task.keys) - done}
-    measured = _measured(experiment, families, list(left.values()))
+    measured = _measured(experiment, families, list(left.values())) if probe else {}
     return [
         CellForecast(
             task.planned.name,
@@ -160,7 +178,9 @@ def forecast(
             len(done.intersection(task.keys)),
             len(set(task.keys) - done)
             * task.planned.components
-            * measured.get(task.bench.name, 0.0),
+            * measured.get(task.bench.name, 0.0)
+            if probe
+            else None,
         )
         for task in tasks
     ]
@@ -354,6 +374,10 @@ def _answer_all(
     done = store.finished(key for task in tasks for key in task.keys)
     open_tasks = [task for task in tasks if set(task.keys) - done]
     total = sum(len(set(task.keys) - done) * task.planned.components for task in open_tasks)
+    left = len({key for task in open_tasks for key in task.keys} - done)
+    here = ray is None and experiment.generation.engine == "transformers"
+    probe = here and left >= WORTH_A_PROBE
+    tell(summary(_foreseen(experiment, families, tasks, done, probe)))
     reports: dict[Form, dict[str, Any]] = {form: {} for form in families}
     device = choose_device(experiment.generation.device).type
     with connected(ray if open_tasks else None, device) as cluster:

@@ -122,3 +122,21 @@ def test_the_command_tells_the_plan(
     assert "1 cells, 4 items, 0 of them done" in told.out
     assert "gsm8k_loglik" in told.out and "Traceback" not in told.err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_begins_with_its_plan(
+    experiment: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few items are not worth a probe; what was done before is not counted again."""
+    loaded, out = load_experiment(experiment, tmp_path), tmp_path / "out"
+    run_experiment(loaded, out, data_dir=tmp_path, only=["base"])
+    assert "1 cells, 4 items, 0 of them done\n" in capsys.readouterr().err
+    monkeypatch.setattr("evaluation.run.WORTH_A_PROBE", 12)
+    run_experiment(loaded, out, data_dir=tmp_path)
+    told = capsys.readouterr().err
+    assert "4 cells, 16 items, 4 of them done; 0 min 0" in told and "left at most" in told
+    run_experiment(loaded, out, data_dir=tmp_path)
+    assert "4 cells, 16 items, 16 of them done\n" in capsys.readouterr().err

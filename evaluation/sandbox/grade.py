@@ -51,6 +51,13 @@ class Verdict(NamedTuple):
     seconds: float  # in the sandbox
 
 
+class _Prepared(NamedTuple):
+    """Where a task's truth is kept, and what the reference solution took."""
+
+    path: Path
+    seconds: float
+
+
 def grade(
     problems: Mapping[str, Problem],
     samples: Sequence[Sample],
@@ -75,18 +82,22 @@ def grade(
     tasks = list(dict.fromkeys(sample.task_id for sample in samples))
     step = counter(len(tasks) + len(samples), progress)
 
-    def prepare(task_id: str, sandbox: Sandbox) -> Path:
+    def prepare(task_id: str, sandbox: Sandbox) -> _Prepared:
         path = truth_path(problems[task_id])
-        if load_truth(path) is None:
-            find_truth(problems[task_id], path, sandbox)
-        return path
+        truth = load_truth(path)
+        if truth is None:
+            truth = find_truth(problems[task_id], path, sandbox)
+        return _Prepared(path, sum(sum(truth[tests].seconds) for tests in TESTS))
 
     def judge(sample: Sample, sandbox: Sandbox) -> Verdict:
-        return _verdict(problems[sample.task_id], paths[sample.task_id], sample, sandbox)
+        return _verdict(problems[sample.task_id], ready[sample.task_id].path, sample, sandbox)
+
+    def expected_seconds(sample: Sample) -> float:
+        return ready[sample.task_id].seconds
 
     # Reference solutions have sandboxes of their own: no hostile program was ever near them.
-    paths = dict(zip(tasks, in_sandboxes(prepare, tasks, workers, unsafe, step), strict=True))
-    verdicts = in_sandboxes(judge, samples, workers, unsafe, step)
+    ready = dict(zip(tasks, in_sandboxes(prepare, tasks, workers, unsafe, step), strict=True))
+    verdicts = in_sandboxes(judge, samples, workers, unsafe, step, expected_seconds)
     with Sandbox(unsafe) as sandbox:
         return [
             judge(sample, sandbox) if verdict.status == "timeout" else verdict

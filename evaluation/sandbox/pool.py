@@ -25,11 +25,17 @@ def in_sandboxes(
     workers: int,
     unsafe: bool,
     step: Callable[[], None],
+    seconds: Callable[[Work], float] = lambda _: 0.0,
 ) -> list[Result]:
-    """`function` of every piece of work, in order, by threads with a sandbox each."""
+    """`function` of every piece of work, in order, by threads with a sandbox each.
+
+    Args:
+        seconds: how long a piece may take; the longest are begun first, so that none is left
+            alone at the end.
+    """
     results: dict[int, Result] = {}
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for place in range(len(work)):
+    for place in sorted(range(len(work)), key=lambda place: -seconds(work[place])):
         waiting.put(place)
     sandboxes = [Sandbox(unsafe) for _ in range(max(1, min(workers, len(work))))]
 

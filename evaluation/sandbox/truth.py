@@ -58,16 +58,18 @@ def load_truth(path: Path) -> dict[Tests, Truth] | None:
         return None
 
 
-def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> None:
-    """Runs the reference solution and stores what it returns.
+def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> dict[Tests, Truth]:
+    """Runs the reference solution, stores what it returns, and returns that.
 
     Raises:
         InputError: it raises, ends or takes too long: the data file is not evalplus's.
     """
-    stored = {tests: _run(problem, tests, sandbox)._asdict() for tests in TESTS}
+    found = {tests: _run(problem, tests, sandbox) for tests in TESTS}
+    stored = {tests: truth._asdict() for tests, truth in found.items()}
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(gzip.compress(json.dumps(stored).encode("ascii"), 5))
     Path(file.name).replace(path)
+    return found
 
 
 def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,8 @@ def compare(arguments: argparse.Namespace, home: Path) -> None:
         grade(chosen, [Sample(p.task_id, p.reference) for p in chosen.values()], WORKERS)
     seconds, board = ours(path, arguments)
     print(f"ours: {seconds:.0f} s", flush=True)
+    if arguments.keep is not None:
+        shutil.copytree(path.parent / "out", arguments.keep, dirs_exist_ok=True)
     scores = {(row.model, row.benchmark): row.score for row in board.itertuples()}
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows, total, cells, others = [], 0.0, 0, []
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--keep", type=Path, help="folder that our results are copied to")
     parser.add_argument("--models", nargs="*", help="of the peers' part; all by default")
     arguments = parser.parse_args()
     keep_freed_memory()

@@ -14,7 +14,13 @@ by one, of another type, or in another order. The same programs go through both,
 that differs is listed with what each said. A sample on which they differ goes through evalplus
 once more, alone, with 60 s an input, so that a busy machine is told from a rule.
 
-evalplus runs the programs without a sandbox: only for reference solutions and their mutants.
+With `--records FILE`, the records.sqlite of a run, the completions of its models go through both
+too. With `--evalplus FOLDER`, a checkout of evalplus's repository, that is the peer.
+
+evalplus runs the programs without a sandbox: models' completions only inside of one, for example
+
+    bwrap --dev-bind / / --tmpfs $HOME --unshare-net --unshare-pid --die-with-parent --proc /proc \\
+        python benchmarks/grading_speed.py DATA --records ...
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import argparse
 import ast
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,9 +38,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evaluation.benchmarks.code import solution
 from evaluation.sandbox.grade import Verdict, grade
 from evaluation.sandbox.problems import RELEASES, Problem, load_problems
 from evaluation.sandbox.samples import Sample
+from evaluation.sandbox.worker import longest_parsing_prefix
+from results import Store
 
 WORKERS = 2
 SECONDS = 4.0  # least time an input, for both: evalplus's own default of 1 fails right programs
@@ -205,7 +215,17 @@ def parity(
     benchmark: str, problems: Mapping[str, Problem], truths: Truths, count: int, seed: int
 ) -> str:
     """A row: mutants through both; prints every difference."""
-    changed = list(mutants(problems, count, seed))
+    row, same = _both(benchmark, problems, truths, list(mutants(problems, count, seed)))
+    return f"| {benchmark}, mutants | {same} | {row}"
+
+
+def _both(
+    benchmark: str,
+    problems: Mapping[str, Problem],
+    truths: Truths,
+    changed: Sequence[tuple[str, Sample]],
+) -> tuple[str, str]:
+    """The passes by both, and how many verdicts are the same; prints every difference."""
     samples = [sample for _, sample in changed]
     verdicts = grade(problems, samples, WORKERS)
     peers = peer_grade(benchmark, truths, samples, WORKERS, SECONDS)
@@ -218,7 +238,24 @@ def parity(
         print(_difference(kind, verdict, peer, again), flush=True)
     right = sum(verdict.plus for verdict in verdicts)
     also = sum(peer.plus for peer in peers)
-    return f"| {benchmark} | {len(samples)} | {same} | {right} | {also} |"
+    return f"{right} | {also} |", f"{len(samples)} | {same}"
+
+
+def completions(
+    benchmark: str, problems: Mapping[str, Problem], truths: Truths, records: Path
+) -> str:
+    """A row: the programs that a run's models wrote, each once, through both."""
+    with Store(records, read_only=True) as store:
+        rows = store.frame()
+    rows = rows[rows["benchmark"] == benchmark]
+    samples = list(
+        dict.fromkeys(
+            Sample(item, longest_parsing_prefix(solution(problems[item], text)))
+            for item, text in zip(rows["item"], rows["completion"], strict=True)
+        )
+    )
+    row, same = _both(benchmark, problems, truths, [("completion", each) for each in samples])
+    return f"| {benchmark}, completions of {rows['model'].nunique()} models | {same} | {row}"
 
 
 def _difference(kind: str, ours: Verdict, theirs: Peer, again: Peer | None) -> str:
@@ -236,7 +273,12 @@ def main() -> None:
     parser.add_argument("--benchmarks", nargs="+", default=list(RELEASES), choices=list(RELEASES))
     parser.add_argument("--mutants", type=int, default=240, help="of all benchmarks together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=Path, help="records.sqlite of a run")
+    parser.add_argument("--evalplus", type=Path, help="a checkout of evalplus, to be the peer")
+    parser.add_argument("--only-verdicts", action="store_true", help="without the speed")
     arguments = parser.parse_args()
+    if arguments.evalplus is not None:
+        sys.path.insert(0, str(arguments.evalplus.resolve()))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # before evalplus is imported: both begin cold
         rows, verdicts = [], []
@@ -245,8 +287,11 @@ def main() -> None:
             started = time.perf_counter()
             truths = peer_truths(benchmark, problems)
             found = time.perf_counter() - started
-            rows.append(speed(benchmark, problems, truths, found))
+            if not arguments.only_verdicts:
+                rows.append(speed(benchmark, problems, truths, found))
             count = arguments.mutants // len(arguments.benchmarks)
+            if arguments.records is not None:
+                verdicts.append(completions(benchmark, problems, truths, arguments.records))
             if count:
                 verdicts.append(parity(benchmark, problems, truths, count, arguments.seed))
     print(
@@ -257,7 +302,7 @@ def main() -> None:
     print("\n".join(rows))
     if verdicts:
         print(
-            "\n| mutants | n | same verdicts | pass, ours | pass, evalplus |\n|---|" + "---:|" * 4
+            "\n| programs | n | same verdicts | pass, ours | pass, evalplus |\n|---|" + "---:|" * 4
         )
         print("\n".join(verdicts))
 

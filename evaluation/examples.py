@@ -41,6 +41,11 @@ class Example(NamedTuple):
     start: int
 
 
+def data_path(folders: Sequence[Path], data_dir: Path | None) -> list[Path]:
+    """The folders in which a file of examples is looked for: those of models, then the data's."""
+    return [*folders, *([data_dir] if data_dir is not None else [])]
+
+
 def find_file(data: Data, places: Sequence[Path]) -> Path:
     """The file in the first of the folders that holds it.
 

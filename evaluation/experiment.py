@@ -28,7 +28,7 @@ from composition import CompositionError, parse_combination
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import BenchmarkEntry, Settings
 from evaluation.errors import InputError
-from evaluation.examples import Data, find_file
+from evaluation.examples import Data, data_path, find_file
 from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
 from evaluation.text import Chat, as_message
@@ -228,7 +228,7 @@ def load_experiment(
     faults += _letters_faults(raw)
     faults += _model_faults(raw)
     faults += _chat_faults(experiment, folders) + _engine_faults(experiment)
-    faults += _statistics_faults(raw, [*folders, *([data_dir] if data_dir else [])])
+    faults += _statistics_faults(raw, data_path(folders, data_dir))
     faults += _benchmark_faults(raw, data_dir, unsafe_execution)
     if faults or experiment is None:
         raise InputError([f"{path}: {fault}" for fault in dict.fromkeys(faults)])

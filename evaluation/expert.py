@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evaluation.errors import InputError
-from evaluation.examples import Data, Example, Range, read_examples
+from evaluation.examples import Data, Example, Range, data_path, read_examples
 from evaluation.experiment import nearest, read_yaml
 from evaluation.family import DTYPES, build, choose_device, load_tokenizer, open_family, weights
 from evaluation.references import fetch, resolve, search_path
@@ -94,7 +94,7 @@ def train_expert(
     folders = search_path(beside.resolve(), data_dir)
     family = open_family(fetch(resolve(spec.base, folders), folders), {}, spec.dtype)
     tokenizer = load_tokenizer(family.base.folder)
-    places = [*folders, *([data_dir] if data_dir else [])]
+    places = data_path(folders, data_dir)
     examples = _fitting(
         spec, [e for data in spec.data for e in read_examples(data, places, tokenizer)]
     )

@@ -25,6 +25,7 @@ from evaluation import equivalence, merges
 from evaluation.benchmarks.contract import Benchmark, BenchmarkEntry, Form, Item, Output
 from evaluation.engine import answer
 from evaluation.errors import InputError
+from evaluation.examples import data_path
 from evaluation.experiment import (
     Experiment,
     Letters,
@@ -319,7 +320,7 @@ def _gatherer(
 ) -> Gatherer | None:
     if experiment.statistics is None:
         return None
-    places = [*folders, *([data_dir] if data_dir else [])]
+    places = data_path(folders, data_dir)
     generation = experiment.generation
     return Gatherer(
         experiment.statistics, places, generation.dtype, generation.device, experiment.seed

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from evaluation.errors import InputError
-from evaluation.examples import Data, Example, find_file, read_examples
+from evaluation.examples import Data, Example, data_path, find_file, read_examples
 from evaluation.experiment import Statistics, read_yaml
 from evaluation.family import (
     DTYPES,
@@ -94,7 +94,7 @@ def gather_to_file(
         InputError: models, data or output are at fault.
     """
     folders = search_path(beside.resolve(), data_dir)
-    places = [*folders, *([data_dir] if data_dir else [])]
+    places = data_path(folders, data_dir)
     base, model = (fetch(resolve(one, folders), folders) for one in (spec.base, spec.model))
     family = open_family(base, {"model": model}, spec.dtype)
     how = Statistics(data={"model": spec.data}, count=spec.count, max_length=spec.max_length)

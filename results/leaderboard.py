@@ -69,11 +69,13 @@ def leaderboard(frame: pd.DataFrame, cells: pd.DataFrame | None = None) -> pd.Da
 def metrics_table(frame: pd.DataFrame) -> pd.DataFrame:
     """The same for all other metrics of the benchmarks: a row a model, benchmark and metric.
 
-    A metric whose values are 0 or 1 in every answer to the benchmark gets Wilson's interval.
+    A metric whose values are 0 or 1 in every answer to the benchmark gets Wilson's interval. What
+    `POOLED` names is told once more by the token, all items' tokens together.
     """
+    cells = list(cell_records(frame))
     found = [
         (cell, pd.DataFrame(list(records["metrics"])).drop(columns=cell["metric"], errors="ignore"))
-        for cell, records in cell_records(frame)
+        for cell, records in cells
     ]
     binary: dict[tuple[object, str], bool] = {}
     for cell, values in found:
@@ -82,12 +84,28 @@ def metrics_table(frame: pd.DataFrame) -> pd.DataFrame:
             here = bool(values[metric].dropna().isin((0, 1)).all())
             binary[name] = here and binary.get(name, True)
     rows = []
-    for cell, values in found:
+    for (cell, values), (_, records) in zip(found, cells, strict=True):
         for metric in values:
             scores = values[metric].dropna()
             low, high = interval(scores, binary[cell["benchmark"], str(metric)])
             rows.append(_first_columns(cell, str(metric), scores, low, high))
+            if metric in POOLED:
+                rows.append(_pooled(cell, POOLED[str(metric)], values[metric], records))
     return pd.DataFrame(rows, columns=METRICS_COLUMNS)
+
+
+POOLED = {"nats": "nats_per_token_pooled"}
+"""Sums over an item's tokens, and what their mean over all tokens is called."""
+
+
+def _pooled(
+    cell: Mapping[str, object], name: str, sums: pd.Series[float], records: pd.DataFrame
+) -> dict[str, object]:
+    """The mean over the tokens of all items; the interval is over items."""
+    tokens = records["completion_tokens"].to_numpy(dtype="float64")
+    low, high = bootstrap_mean(sums.to_numpy(dtype="float64"), tokens)
+    row = _first_columns(cell, name, sums, low, high)
+    return {**row, "score": float(sums.sum() / tokens.sum())}
 
 
 def wide(board: pd.DataFrame, cells: pd.DataFrame | None = None) -> pd.DataFrame:

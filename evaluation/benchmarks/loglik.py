@@ -10,8 +10,8 @@ still shows what it knows here.
     MATH        `Problem:\\n{problem}\\n\\nSolution:`   ` {solution}`
     code        the problem's prompt, unstripped       its canonical solution
 
-The leaderboard's mean is over items, each the same weight. The mean over tokens, which long
-solutions dominate, is the sum of `nats` over the sum of tokens.
+The leaderboard's mean is over items, each the same weight. The mean over all tokens, which long
+solutions dominate, stands in `metrics.csv` as `nats_per_token_pooled`.
 """
 
 from __future__ import annotations

@@ -159,6 +159,20 @@ def test_a_secondary_accuracy_gets_wilsons_interval() -> None:
     assert (table["ci_low"][0], table["ci_high"][0]) == pytest.approx((low, high))
 
 
+def test_nats_are_also_told_by_the_token() -> None:
+    """Two short solutions at 2 nats a token and a long one at 1: 5/3 by the item, (20 + 20 + 980)
+    / 1000 tokens by the token."""
+    frame = records({("base", "gsm8k_loglik"): [2.0, 2.0, 1.0]})
+    frame["metrics"] = [{"strict": 0.5, "nats": nats} for nats in (20.0, 20.0, 980.0)]
+    frame["completion_tokens"] = [10, 10, 980]
+    table = metrics_table(frame).set_index("metric")
+    pooled = table.loc["nats_per_token_pooled"]
+    assert pooled["score"] == pytest.approx(1.02)
+    assert pooled["n"] == 3
+    assert (pooled["ci_low"], pooled["ci_high"]) == pytest.approx((1.0, 2.0))
+    assert table.loc["nats", "score"] == pytest.approx(340)
+
+
 def test_a_merge_is_compared_with_the_composition_on_the_items_both_answered() -> None:
     """Items 0-5: the merge is right alone on five, wrong on none; item 6 is not answered by the
     composition. McNemar: 2 · (1/2)^5 = 0.0625."""

@@ -175,6 +175,31 @@ class TestSaved:
         assert again.combination == composed.combination
         assert generated(again, words) == expected(models, words)
 
+    def test_each_component_has_its_own_device_map(
+        self,
+        models: list[Any],
+        composed: ComposedForCausalLM,
+        words: Any,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Here they are all the CPU's; on GPUs a list such as ["cuda:0", "cuda:1", "auto"]."""
+        composed.save_pretrained(tmp_path)
+        asked = []
+        inner = AutoModelForCausalLM.from_pretrained
+
+        def recorded(source: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append((Path(source).name, kwargs["device_map"]))
+            return inner(source, *args, **kwargs)
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+        places = [{"": "cpu"}, "cpu", "auto"]
+        again = ComposedForCausalLM.from_pretrained(tmp_path, device_map=places)
+        assert asked == list(zip(["base", "first", "second"], places, strict=True))
+        assert generated(again, words) == expected(models, words)
+        with pytest.raises(CompositionError, match="2 entries; expected one a component, 3"):
+            ComposedForCausalLM.from_pretrained(tmp_path, device_map=places[:2])
+
     def test_the_combination_comes_back(self, models: list[Any], tmp_path: Path) -> None:
         made = ComposedForCausalLM.from_models(
             models[0],

@@ -22,6 +22,7 @@ Metrics: `pass@1`, 1 if the program passes the base and the extra tests, and `pa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -33,7 +34,7 @@ from evaluation.benchmarks.contract import (
     Settings,
 )
 from evaluation.sandbox.bubblewrap import sandbox_faults
-from evaluation.sandbox.grade import grade
+from evaluation.sandbox.grade import Grader
 from evaluation.sandbox.problems import (
     RELEASES,
     Dataset,
@@ -54,6 +55,8 @@ class CodeBenchmark:
         self.version = f"{name} {problems.digest[:16]}, grader {VERSION}"
         self._problems = problems.by_id
         self._settings = settings
+        self._grader = Grader(problems.by_id, unsafe=settings.unsafe_execution)
+        weakref.finalize(self, self._grader.close)
         self._stops = stops(RELEASES[name].dataset)
 
     def items(self, limit: int | None) -> Sequence[Item]:
@@ -75,7 +78,7 @@ class CodeBenchmark:
             Sample(item.id, solution(self._problems[item.id], output.text), trim=True)
             for item, (output,) in zip(items, outputs, strict=True)
         ]
-        verdicts = grade(self._problems, samples, unsafe=self._settings.unsafe_execution)
+        verdicts = self._grader.grade(samples)
         return [
             {"pass@1": float(verdict.plus), "pass@1_base": float(verdict.base)}
             for verdict in verdicts

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from evaluation.errors import InputError
 from evaluation.sandbox.bubblewrap import sandbox_faults
 from evaluation.sandbox.oracles import wants_set
-from evaluation.sandbox.pool import counter, in_sandboxes
+from evaluation.sandbox.pool import Sandboxes, counter
 from evaluation.sandbox.problems import RELEASES, Problem, Tests, load_problems
 from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
 from evaluation.sandbox.samples import Sample, read_samples
@@ -58,6 +58,71 @@ class _Prepared(NamedTuple):
     seconds: float
 
 
+class Grader:
+    """Grades samples, as often as it is asked, in sandboxes that stay warm; a context manager.
+
+    Args:
+        problems: by task id; every sample's task must be among them.
+        workers: sandboxes at a time.
+        unsafe: without bubblewrap, for those who asked for it.
+    """
+
+    def __init__(
+        self, problems: Mapping[str, Problem], workers: int = 2, unsafe: bool = False
+    ) -> None:
+        self._problems, self._workers, self._unsafe = problems, workers, unsafe
+        self._sandboxes = Sandboxes(workers, unsafe)
+        self._ready: dict[str, _Prepared] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the sandboxes."""
+        self._sandboxes.close()
+
+    def grade(self, samples: Sequence[Sample], progress: Step | None = None) -> list[Verdict]:
+        """Verdicts in the order of the samples, of which a task may have several.
+
+        Args:
+            progress: called as reference solutions and samples are done.
+
+        Raises:
+            InputError: there is no sandbox, or the data's reference solutions do not run.
+        """
+        if faults := sandbox_faults(self._unsafe):
+            raise InputError(faults)
+        tasks = dict.fromkeys(sample.task_id for sample in samples)
+        unknown = [task_id for task_id in tasks if task_id not in self._ready]
+        step = counter(len(unknown) + len(samples), progress)
+        if unknown:  # in sandboxes of their own: no hostile program was ever near them
+            with Sandboxes(self._workers, self._unsafe) as fresh:
+                found = fresh.map(self._prepare, unknown, step)
+            self._ready |= zip(unknown, found, strict=True)
+        verdicts = self._sandboxes.map(self._judge, samples, step, self._seconds)
+        with Sandbox(self._unsafe) as alone:
+            return [
+                self._judge(sample, alone) if verdict.status == "timeout" else verdict
+                for sample, verdict in zip(samples, verdicts, strict=True)
+            ]
+
+    def _prepare(self, task_id: str, sandbox: Sandbox) -> _Prepared:
+        problem = self._problems[task_id]
+        path = truth_path(problem)
+        truth = load_truth(path) or find_truth(problem, path, sandbox)
+        return _Prepared(path, sum(sum(truth[tests].seconds) for tests in TESTS))
+
+    def _judge(self, sample: Sample, sandbox: Sandbox) -> Verdict:
+        path = self._ready[sample.task_id].path
+        return _verdict(self._problems[sample.task_id], path, sample, sandbox)
+
+    def _seconds(self, sample: Sample) -> float:
+        return self._ready[sample.task_id].seconds
+
+
 def grade(
     problems: Mapping[str, Problem],
     samples: Sequence[Sample],
@@ -65,44 +130,9 @@ def grade(
     unsafe: bool = False,
     progress: Step | None = None,
 ) -> list[Verdict]:
-    """Grades samples, in their order.
-
-    Args:
-        problems: by task id; every sample's task must be among them.
-        samples: any number, also several of one task.
-        workers: sandboxes at a time.
-        unsafe: without bubblewrap, for those who asked for it.
-        progress: called as reference solutions and samples are done.
-
-    Raises:
-        InputError: there is no sandbox, or the data's reference solutions do not run.
-    """
-    if faults := sandbox_faults(unsafe):
-        raise InputError(faults)
-    tasks = list(dict.fromkeys(sample.task_id for sample in samples))
-    step = counter(len(tasks) + len(samples), progress)
-
-    def prepare(task_id: str, sandbox: Sandbox) -> _Prepared:
-        path = truth_path(problems[task_id])
-        truth = load_truth(path)
-        if truth is None:
-            truth = find_truth(problems[task_id], path, sandbox)
-        return _Prepared(path, sum(sum(truth[tests].seconds) for tests in TESTS))
-
-    def judge(sample: Sample, sandbox: Sandbox) -> Verdict:
-        return _verdict(problems[sample.task_id], ready[sample.task_id].path, sample, sandbox)
-
-    def expected_seconds(sample: Sample) -> float:
-        return ready[sample.task_id].seconds
-
-    # Reference solutions have sandboxes of their own: no hostile program was ever near them.
-    ready = dict(zip(tasks, in_sandboxes(prepare, tasks, workers, unsafe, step), strict=True))
-    verdicts = in_sandboxes(judge, samples, workers, unsafe, step, expected_seconds)
-    with Sandbox(unsafe) as sandbox:
-        return [
-            judge(sample, sandbox) if verdict.status == "timeout" else verdict
-            for sample, verdict in zip(samples, verdicts, strict=True)
-        ]
+    """Grades samples once; see `Grader`."""
+    with Grader(problems, workers, unsafe) as grader:
+        return grader.grade(samples, progress)
 
 
 def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> Verdict:

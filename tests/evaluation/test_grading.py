@@ -13,9 +13,10 @@ import pytest
 
 from evaluation.errors import InputError
 from evaluation.sandbox import grade as grading
+from evaluation.sandbox import process
 from evaluation.sandbox.bubblewrap import sandbox_faults
 from evaluation.sandbox.codec import encode
-from evaluation.sandbox.grade import grade, grade_file
+from evaluation.sandbox.grade import Grader, grade, grade_file
 from evaluation.sandbox.problems import Problem, load_problems
 from evaluation.sandbox.samples import Sample
 from evaluation.sandbox.truth import truth_path
@@ -206,6 +207,28 @@ class TestInTheSandbox:
         )
         (verdict,) = grade({"Half/0": problem()}, [Sample("Half/0", text)])
         assert verdict.plus
+
+    def test_sandboxes_stay_warm_from_one_call_to_the_next(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One for the reference solution, then one for all samples; a program that kills what it
+        can costs no later one its verdict."""
+        started = []
+        inner = process.worker_command
+
+        def counted(unsafe: bool) -> list[str]:
+            started.append(1)
+            return inner(unsafe)
+
+        monkeypatch.setattr(process, "worker_command", counted)
+        right = Sample("Half/0", "def half(x): return x / 2")
+        with Grader({"Half/0": problem()}, workers=1) as grader:
+            assert all(grader.grade([right])[0].plus for _ in range(3))
+            assert len(started) == 2
+            harmful = Sample("Half/0", "import os\ndef half(x): os.kill(-1, 9)")
+            assert not grader.grade([harmful])[0].base
+            assert all(grader.grade([right])[0].plus for _ in range(3))
+        assert len(started) <= 3
 
     def test_trailing_lines_that_do_not_parse_are_dropped_on_request(self) -> None:
         text = "def half(x):\n    return x / 2\n\ndef other(y):\n    return ("

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 SHARED = 32
 """Tokens from which on a common beginning is worth its own pass."""
+WORTH_SHARING = 8
+"""Prompts with one beginning from which on they get batches of their own."""
 PREFILL = 2048
 """Tokens of prompts that go through a model at once, all rows and components together."""
 REFILL = 4
@@ -89,10 +91,8 @@ def decode(
     Raises:
         InputError: one row alone does not fit into memory.
     """
-    groups: dict[tuple[int, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.prompt[:SHARED]), []).append(row)
-    for group in groups.values():
+    for places in by_beginning([row.prompt for row in rows]):
+        group = [rows[place] for place in places]
         waiting = [row for row in group if row.index not in done]
         waiting.sort(key=lambda row: -len(row.prompt))  # what fits then, fits always
         prefix, guessing, seconds = _beginning(runtime, group) if waiting else (None, None, 0.0)
@@ -112,6 +112,17 @@ def decode(
                 size = smaller(size, error)
                 for row in waiting:
                     row.restart()
+
+
+def by_beginning(prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Places of the prompts that are answered together: those with a beginning in common, and all
+    others, of which too few have the same to be worth a batch of their own."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt[:SHARED]), []).append(place)
+    large = [places for places in groups.values() if len(places) >= WORTH_SHARING]
+    others = [place for p in groups.values() if len(p) < WORTH_SHARING for place in p]
+    return [*large, others] if others else large
 
 
 def common_beginning(prompts: Sequence[list[int]]) -> int:

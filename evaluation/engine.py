@@ -16,7 +16,7 @@ import torch
 
 from composition import Prefix, fill_prefix, score_continuations
 from evaluation.benchmarks.contract import Generate, Output, Request, Score, Tag
-from evaluation.decoding import SHARED, Row, common_beginning, decode, smaller
+from evaluation.decoding import SHARED, Row, by_beginning, common_beginning, decode, smaller
 from evaluation.runtime import Runtime, check_lengths, fitting_batch, is_out_of_memory, pad
 from evaluation.served import Ready, Served, answer_served
 from evaluation.text import decode_completion, encode, encode_pair
@@ -104,10 +104,8 @@ def score_tokens(
     check_lengths(
         runtime.max_positions, [(len(pair.context), len(pair.rest) - 1) for pair in pairs]
     )
-    groups: dict[tuple[int, ...], list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(tuple(pair.context[:SHARED]), []).append(pair)
-    for group in groups.values():
+    for places in by_beginning([pair.context for pair in pairs]):
+        group = [pairs[place] for place in places]
         group.sort(key=lambda pair: -len(pair.context) - len(pair.rest))
         longest = len(group[0].context) + len(group[0].rest)
         if all(pair.place in done for pair in group):

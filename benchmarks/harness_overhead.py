@@ -18,13 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
+from experiment_speed import written
 
 import evaluation.run as run_module
 from evaluation.cli import keep_freed_memory
 from evaluation.experiment import load_experiment
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2.yaml"
 spent: dict[str, float] = defaultdict(float)
 
 
@@ -77,17 +76,12 @@ def main() -> None:
     parser.add_argument("experts", type=Path)
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
     arguments = parser.parse_args()
     keep_freed_memory()
-    content = yaml.safe_load(EXAMPLE.read_text())
-    del content["equivalence"]
-    content["experts"] = {n: str((arguments.experts / n).resolve()) for n in content["experts"]}
-    content["generation"]["max_new_tokens"] = arguments.new
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
-        path = Path(name) / "smollm2.yaml"
-        path.write_text(yaml.safe_dump(content, sort_keys=False))
-        loaded = load_experiment(path, arguments.data)
+        loaded = load_experiment(written(arguments, Path(name)), arguments.data)
         instrument()
         started = time.perf_counter()
         run_module.run_experiment(

@@ -29,6 +29,7 @@ from evaluation.benchmarks import BENCHMARKS
 from evaluation.benchmarks.contract import BenchmarkEntry, Settings
 from evaluation.errors import InputError
 from evaluation.examples import Data, data_path, find_file
+from evaluation.extras import missing
 from evaluation.letters.task import parse_skill
 from evaluation.references import resolve, search_path
 from evaluation.text import Chat, as_message
@@ -549,10 +550,7 @@ def _engine_faults(experiment: Experiment | None) -> list[str]:
         return []
     faults = []
     if find_spec("vllm") is None:
-        faults.append(
-            "generation.engine: the package vllm is not installed; install it with "
-            "`pip install 'mergescope[vllm]'`, or leave engine out"
-        )
+        faults.append(f"{missing('vllm', 'generation.engine')}, or leave engine out")
     named = [name for name in experiment.benchmarks if isinstance(name, str) and name in BENCHMARKS]
     faults += [
         f"benchmarks: {name} asks for a token at every position, which vLLM does not tell; leave "

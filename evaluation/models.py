@@ -211,7 +211,7 @@ def _serve(
 
     generation, folder = experiment.generation, family.base.folder
     tokenizer = load_tokenizer(folder)
-    checkpoint = _checkpoint(planned, family, generation.dtype, reports)
+    checkpoint = whole_checkpoint(planned, family, generation.dtype, reports)
     check_unchanged(family)
     options = {"max_model_len": max_positions(AutoConfig.from_pretrained(folder))}
     options |= generation.vllm.model_dump(exclude_none=True)
@@ -225,10 +225,14 @@ def _serve(
     )
 
 
-def _checkpoint(
+def whole_checkpoint(
     planned: PlannedModel, family: Family, dtype: Dtype, reports: dict[str, Any]
 ) -> Path:
-    """The folder of a whole model: its own, a merge's, or an adapter's merged into its base."""
+    """The folder of a whole model: its own, a merge's, or an adapter's merged into its base.
+
+    Raises:
+        InputError: the cache has no room for a merge.
+    """
     if planned.kind == "base":
         return family.base.folder
     model, inputs = planned.model, family

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from evaluation.benchmarks.contract import Generate, Output, Request, Score, Tag
 from evaluation.errors import InputError
+from evaluation.extras import require
 from evaluation.runtime import Runtime, check_lengths
 from evaluation.text import Chat, cut_at_stops, decode_completion, encode, encode_pair
 
@@ -46,22 +47,6 @@ class _Prepared(NamedTuple):
     rest: list[int]
 
 
-def require_vllm() -> Any:
-    """The package `vllm`.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        import vllm
-    except ImportError:
-        raise InputError(
-            "generation.engine: vllm: the package vllm is not installed; install it with "
-            "`pip install 'mergescope[vllm]'`, or leave engine out"
-        ) from None
-    return vllm
-
-
 def start(folder: Path, tokenizer: Path, dtype: str, seed: int, options: Mapping[str, Any]) -> Any:
     """vLLM with the checkpoint in `folder`.
 
@@ -71,7 +56,7 @@ def start(folder: Path, tokenizer: Path, dtype: str, seed: int, options: Mapping
     Raises:
         InputError: vLLM is missing or refuses the model.
     """
-    vllm = require_vllm()
+    vllm = require("vllm", "generation.engine")
     try:
         return vllm.LLM(
             model=str(folder),
@@ -128,7 +113,7 @@ def _most_new(one: _Prepared) -> int:
 
 
 def _answer(served: Served, batch: Sequence[_Prepared]) -> list[tuple[int, Output]]:
-    vllm = require_vllm()
+    vllm = require("vllm", "generation.engine")
     started = time.perf_counter()
     found = served.llm.generate(
         [vllm.TokensPrompt(prompt_token_ids=[*one.prompt, *one.rest]) for one in batch],

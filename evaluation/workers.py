@@ -27,6 +27,7 @@ from evaluation.benchmarks.contract import Form, Item, Output, Request
 from evaluation.engine import answer
 from evaluation.errors import InputError
 from evaluation.experiment import Experiment
+from evaluation.extras import require
 from evaluation.family import Family
 from evaluation.merges import LIMIT
 from evaluation.models import PlannedModel, load
@@ -75,14 +76,7 @@ def require_ray() -> Any:
     Raises:
         InputError: it is not installed.
     """
-    try:
-        import ray
-    except ImportError:
-        raise InputError(
-            "--ray: the package ray is not installed; install it with "
-            "`pip install 'mergescope[ray]'`"
-        ) from None
-    return ray
+    return require("ray", "--ray")
 
 
 @contextmanager

@@ -7,14 +7,15 @@ JSON, and an object with exactly one key, the tag, for whatever JSON lacks:
     {"bytes": "00ff"}                 {"bytearray": "00ff"}  {"fraction": [n, d]}
     {"decimal": "0.1"}                {"numpy": ["<f8", 0.5]}  a scalar
     {"array": ["<f8", [1], 0.5]}      an array of one element, with its shape
-    {"digest": [sha256, bytes]}       a string above `LARGE_TEXT`, anything above `LARGE` bytes
+    {"digest": [sha256, bytes]}       a string above `LARGE_TEXT`, anything above `LARGE` bytes,
+                                      or above fewer where the caller says so
     {"opaque": "module.Class"}        anything else
 
-Equal texts mean equal values, apart from opaque ones and NaN. A digest tells large values apart
-exactly, where 1 and 1.0 differ: of the two benchmarks' values only some of Mbpp/255 and, as plain
-strings, of HumanEval/15 are as large. Subclasses of the built-in types that compare as these do
-(named tuples, defaultdict, Counter, IntEnum) are told as the built-in type, read by the built-in's
-own methods.
+Equal texts mean equal values, apart from opaque ones, NaN, and digests of what holds NaN. A digest
+tells large values apart exactly, where 1 and 1.0 differ: of the two benchmarks' values only some of
+Mbpp/255 and, as plain strings, of HumanEval/15 are as large. Subclasses of the built-in types that
+compare as these do (named tuples, defaultdict, Counter, IntEnum) are told as the built-in type,
+read by the built-in's own methods.
 
 Why not pickle or marshal: a text from a hostile program must be read without running anything
 and without a crash. Depth and tags are checked here, length by whoever reads the text.
@@ -39,9 +40,11 @@ from typing import Any
 
 LARGE = 16 << 20  # bytes; one output of Mbpp/255 would be a gigabyte of text
 LARGE_TEXT = 1 << 20
+NEVER = 1 << 62
 MAX_DEPTH = 100
 MANY = 1000  # items of a set; below, equal hashes cost nothing (-1 and -2 have the same)
 SAFE_INT = 1 << 63  # larger ones in hexadecimal, which is read in linear time
+WORDS, NUMBERS = {str, bool, type(None)}, {int, float, bool}
 DTYPES = {
     *("|b1", "|i1", "|u1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"),
     *("<f2", "<f4", "<f8", "<c8", "<c16"),
@@ -60,13 +63,13 @@ class Opaque:
     name: str
 
 
-def encode(value: Any, whole: bool = False) -> str:
+def encode(value: Any, large: int = LARGE) -> str:
     """The value as ASCII text; what is no plain data becomes opaque, nothing raises for it.
 
     Args:
-        whole: never a digest, however large.
+        large: marshalled bytes above which the text is a digest; `NEVER` for none.
     """
-    digest = None if whole else _digest(value)
+    digest = _digest(value, large)
     tree = {"digest": digest} if digest else _tree(value, 0)
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
@@ -84,15 +87,15 @@ def decode(text: str) -> Any:
 # ------------------------------------------------------------------------------------- to text
 
 
-def _digest(value: Any) -> list[Any] | None:
+def _digest(value: Any, large: int) -> list[Any] | None:
     """[sha256, bytes] of a large value's marshalled form, which knows no references below 3."""
-    if isinstance(value, (bool, int, float, type(None))):
+    if large == NEVER or isinstance(value, (bool, int, float, type(None))):
         return None
     try:
         data = marshal.dumps(value, 2)
     except ValueError:  # not built of exact built-in types, or too deep
         return None
-    most = LARGE_TEXT if isinstance(value, (str, bytes)) else LARGE
+    most = min(large, LARGE_TEXT) if isinstance(value, (str, bytes)) else large
     return [hashlib.sha256(data).hexdigest(), len(data)] if len(data) > most else None
 
 
@@ -109,9 +112,29 @@ def _tree(value: Any, depth: int) -> Any:  # noqa: PLR0911 (one line a type)
     if depth == MAX_DEPTH:
         return {"opaque": f"nesting of more than {MAX_DEPTH}"}
     if kind is list:
-        return [_tree(item, depth + 1) for item in value]
+        return _branch(value, depth)
     write = _WRITERS.get(kind) or _numpy_writer(value) or _inherited_writer(value)
     return write(value, depth) if write else {"opaque": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _branch(items: Any, depth: int) -> Any:
+    """The trees of a list's or tuple's items: itself, where JSON has them all."""
+    return items if _is_flat(items) else [_tree(item, depth + 1) for item in items]
+
+
+def _is_flat(items: Any) -> bool:
+    """Whether all are strings, booleans and None, or numbers as JSON has them: told in C."""
+    kinds = set(map(type, items))
+    if kinds <= WORDS:
+        return True
+    try:
+        return kinds <= NUMBERS and all(map(math.isfinite, items)) and _are_safe(items)
+    except OverflowError:  # an integer beyond the floats
+        return False
+
+
+def _are_safe(numbers: Any) -> bool:
+    return bool(min(numbers) > -SAFE_INT and max(numbers) < SAFE_INT)
 
 
 def _items(tag: str) -> Callable[[Any, int], Any]:
@@ -130,7 +153,7 @@ def _pairs(value: Any, depth: int) -> Any:
 
 
 _WRITERS: dict[type, Callable[[Any, int], Any]] = {
-    tuple: _items("tuple"),
+    tuple: lambda value, depth: {"tuple": _branch(value, depth)},
     set: _unordered("set"),
     frozenset: _unordered("frozenset"),
     dict: _pairs,
@@ -186,7 +209,7 @@ def _value(tree: Any, depth: int) -> Any:
     if depth > MAX_DEPTH + 1:
         raise CodecError(f"nesting of more than {MAX_DEPTH}")
     if isinstance(tree, list):
-        return [_value(item, depth + 1) for item in tree]
+        return tree if _is_leafy(tree) else [_value(item, depth + 1) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) != 1:
@@ -195,6 +218,10 @@ def _value(tree: Any, depth: int) -> Any:
     if tag not in _READERS:
         raise CodecError(f"unknown tag {tag[:40]!r}")
     return _READERS[tag](body, depth + 1)
+
+
+def _is_leafy(items: list[Any]) -> bool:
+    return {list, dict}.isdisjoint(map(type, items))
 
 
 def _listed(body: Any) -> list[Any]:
@@ -210,7 +237,8 @@ def _text(body: Any) -> str:
 
 
 def _sequence(body: Any, depth: int) -> list[Any]:
-    return [_value(item, depth) for item in _listed(body)]
+    items = _listed(body)
+    return items if _is_leafy(items) else [_value(item, depth) for item in items]
 
 
 def _parts(body: Any, depth: int, count: int) -> list[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +22,13 @@ from typing import Literal, NamedTuple, Self
 
 from evaluation.errors import InputError
 from evaluation.sandbox.bubblewrap import sandbox_faults
+from evaluation.sandbox.codec import LARGE
 from evaluation.sandbox.oracles import wants_set
 from evaluation.sandbox.pool import Sandboxes, counter
 from evaluation.sandbox.problems import RELEASES, Problem, Tests, load_problems
 from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
 from evaluation.sandbox.samples import Sample, read_samples
-from evaluation.sandbox.truth import TESTS, Truth, find_truth, load_truth, truth_path
+from evaluation.sandbox.truth import SHORT, TESTS, Truth, find_truth, load_truth, truth_path
 from evaluation.sandbox.values import Judge, most_bytes
 
 MIN_SECONDS = 4.0  # an input
@@ -136,16 +137,15 @@ def grade(
 
 
 def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> Verdict:
-    truth = load_truth(path)
-    if truth is None:
-        raise InputError(f"{path}: gone or damaged while grading; start again")
+    truth = _present(path)
     started = time.monotonic()
     passed: dict[Tests, bool] = dict.fromkeys(TESTS, False)
     status: Status = "pass"
     reason = ""
     for tests in TESTS:
         try:
-            _run_tests(problem, sample, truth[tests], sandbox)
+            if not truth[tests].shortened or not _is_same(problem, sample, truth[tests], sandbox):
+                _run_tests(problem, sample, _present(path, whole=True)[tests], sandbox)
         except Stopped as stopped:
             status, reason = stopped.status, f"{tests} tests: {stopped.reason}"
             break
@@ -154,25 +154,52 @@ def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> 
     return Verdict(problem.task_id, status, passed["base"], passed["plus"], reason, seconds)
 
 
+def _present(path: Path, whole: bool = False) -> dict[Tests, Truth]:
+    truth = load_truth(path, whole)
+    if truth is None:
+        path.unlink(missing_ok=True)  # so that it is found again, and all that belongs to it
+        raise InputError(f"{path}: gone or damaged while grading; start again")
+    return truth
+
+
+def _is_same(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox) -> bool:
+    """Whether every value is the expected one to the last bit, long ones by their digests.
+
+    False says nothing yet: a value may be right without that.
+    """
+    with closing(_returned(problem, sample, truth, sandbox, SHORT)) as values:
+        return all(text == truth.values[place] for place, text in values)
+
+
 def _run_tests(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox) -> None:
     """Runs a program on the inputs; raises `Stopped` at the first that is not right."""
+    judge = Judge(problem, truth.inputs, truth.values)
+    with closing(_returned(problem, sample, truth, sandbox)) as values:
+        for place, text in values:
+            if not judge.right(place, text):
+                found, wanted = _short(text), _short(truth.values[place])
+                raise Stopped("fail", f"input {place} returned {found}, expected {wanted}")
+
+
+def _returned(
+    problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox, large: int = LARGE
+) -> Generator[tuple[int, str], None, None]:
+    """The number of each input and what the program returns for it, as text."""
     limits = [max(MIN_SECONDS, FACTOR * seconds) for seconds in truth.seconds]
     budget = Budget(
         loading_seconds=MIN_SECONDS,
         seconds=limits,
         total_seconds=max(min(TOTAL_SECONDS, sum(limits)), FACTOR * sum(truth.seconds)),
-        reply_bytes=[most_bytes(value) for value in truth.values],
+        reply_bytes=[most_bytes(length) for length in truth.lengths],
     )
-    program = Program(sample.solution, problem.entry_point, sample.trim, wants_set(problem))
-    judge = Judge(problem, truth.inputs, truth.values)
+    program = Program(sample.solution, problem.entry_point, sample.trim, wants_set(problem), large)
     with closing(sandbox.run(program, truth.inputs, budget)) as replies:
         for place, reply in enumerate(replies, -1):  # the first tells how loading went
-            where = f"input {place}" if place >= 0 else "loading the program"
             if reply.returned is None:
+                where = f"input {place}" if place >= 0 else "loading the program"
                 raise Stopped("fail", f"{where} raised {reply.raised}")
-            if place >= 0 and not judge.right(place, reply.returned):
-                found, wanted = _short(reply.returned), _short(truth.values[place])
-                raise Stopped("fail", f"{where} returned {found}, expected {wanted}")
+            if place >= 0:
+                yield place, reply.returned
 
 
 def _short(text: str) -> str:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import IO, Any, Literal, NamedTuple, Self
 
 from evaluation.sandbox.bubblewrap import worker_command, worker_environment
+from evaluation.sandbox.codec import LARGE
 from evaluation.sandbox.worker import CHUNK, HEADER, LENGTH, Job
 
 START_SECONDS = 120.0  # numpy's import from a cold disk on a busy machine
@@ -47,12 +48,13 @@ class Reply(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What runs: source text and the function that is called."""
+    """What runs: source text and the function that is called; the rest as in `Job`."""
 
     text: str
     entry_point: str
     trim: bool = False
     as_set: bool = False
+    large: int = LARGE
 
 
 class Budget(NamedTuple):
@@ -148,6 +150,7 @@ class Sandbox:
             cpu_seconds=int(budget.total_seconds + budget.loading_seconds) + 2,
             trim=program.trim,
             as_set=program.as_set,
+            large=program.large,
         )
         text = json.dumps(job).encode("ascii")
         try:

@@ -3,7 +3,8 @@
 One file a problem below `$XDG_CACHE_HOME/mergescope/ground_truth` (`~/.cache` by default), named
 by the digest of everything that decides its content, written whole or not at all. Expected values
 stay the text they came as (codec.py): most comparisons need no more, and an output of a gigabyte
-(Mbpp/255) is a digest.
+(Mbpp/255) is a digest. Where values are long (115 MB in HumanEval/130), that file has their digests
+and a second one their texts: the right program is told by the first alone.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.errors import InputError
-from evaluation.sandbox.codec import encode
-from evaluation.sandbox.oracles import wants_set
+from evaluation.sandbox.codec import NEVER, decode, encode
+from evaluation.sandbox.oracles import oracle, wants_set
 from evaluation.sandbox.problems import Problem, Tests
 from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
-from evaluation.sandbox.values import MOST
+from evaluation.sandbox.values import MOST, is_equal_to_itself
 
-VERSION = "1"  # of the grader: raise it when verdicts may change
+VERSION = "2"  # of the grader: raise it when verdicts may change
 REFERENCE_SECONDS = 300.0  # the slowest, Mbpp/255, takes ten on an idle core
 TESTS: tuple[Tests, Tests] = ("base", "plus")
+SHORT = 64 << 10  # marshalled bytes of a value; above, its digest is compared first
+LEAST_LETTERS = SHORT // 4  # of a text of so many bytes: a 0 in a list has two letters, five bytes
 
 
 class Truth(NamedTuple):
@@ -39,6 +42,8 @@ class Truth(NamedTuple):
     inputs: list[str]  # lists of arguments, as text
     values: list[str]  # what the reference solution returns, as text
     seconds: list[float]  # what it took
+    lengths: list[int]  # of the values' whole texts
+    shortened: bool = False  # whether some values are the digests of longer ones
 
 
 def truth_path(problem: Problem) -> Path:
@@ -48,12 +53,19 @@ def truth_path(problem: Problem) -> Path:
     return _folder() / f"{problem.task_id.replace('/', '_')}-{digest[:20]}.json.gz"
 
 
-def load_truth(path: Path) -> dict[Tests, Truth] | None:
-    """The truth in a file; None where it is missing or damaged, and so to be found again."""
+def load_truth(path: Path, whole: bool = False) -> dict[Tests, Truth] | None:
+    """The truth in a file; None where it is missing or damaged, and so to be found again.
+
+    Args:
+        whole: with every value's whole text.
+    """
+    longer = whole_path(path)
     try:
-        with gzip.open(path, "rt", encoding="ascii") as file:
+        with gzip.open(longer if whole and longer.exists() else path, "rt") as file:
             stored = json.load(file)
-        return {tests: Truth(**stored[tests]) for tests in TESTS}
+        truth = {tests: Truth(**stored[tests]) for tests in TESTS}
+        lacking = any(each.shortened for each in truth.values()) and (whole or not longer.exists())
+        return None if lacking else truth
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         return None
 
@@ -65,16 +77,42 @@ def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> dict[Tests, Tr
         InputError: it raises, ends or takes too long: the data file is not evalplus's.
     """
     found = {tests: _run(problem, tests, sandbox) for tests in TESTS}
-    stored = {tests: truth._asdict() for tests, truth in found.items()}
+    short = {tests: _shorten(problem, truth) for tests, truth in found.items()}
+    if any(truth.shortened for truth in short.values()):
+        _store(found, whole_path(path))
+    _store(short, path)
+    return short
+
+
+def whole_path(path: Path) -> Path:
+    """The file of the same truth in which no value is shortened; there if some value is."""
+    return path.with_name(f"whole-{path.name}")
+
+
+def _store(truth: dict[Tests, Truth], path: Path) -> None:
+    stored = {tests: each._asdict() for tests, each in truth.items()}
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(gzip.compress(json.dumps(stored).encode("ascii"), 5))
     Path(file.name).replace(path)
-    return found
+
+
+def _shorten(problem: Problem, truth: Truth) -> Truth:
+    """With digests for long values, where equal digests mean that a value is right."""
+    if oracle(problem) is not None or max(truth.lengths, default=0) < LEAST_LETTERS:
+        return truth
+    values = [_short(text) for text in truth.values]
+    return truth._replace(values=values, shortened=values != truth.values)
+
+
+def _short(text: str) -> str:
+    if len(text) < LEAST_LETTERS or not is_equal_to_itself(text):
+        return text
+    return encode(decode(text), SHORT)
 
 
 def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:
     program = Program(problem.reference, problem.entry_point, as_set=wants_set(problem))
-    truth = Truth([encode(arguments, whole=True) for arguments in problem.inputs(tests)], [], [])
+    truth = Truth([encode(arguments, NEVER) for arguments in problem.inputs(tests)], [], [], [])
     count = len(truth.inputs)
     budget = Budget(
         REFERENCE_SECONDS, [REFERENCE_SECONDS] * count, REFERENCE_SECONDS, [MOST] * count
@@ -86,6 +124,7 @@ def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:
                     raise Stopped("fail", f"it raised {reply.raised}")
                 if place >= 0:
                     truth.values.append(reply.returned)
+                    truth.lengths.append(len(reply.returned))
                     truth.seconds.append(round(reply.seconds, 6))
     except Stopped as stopped:
         raise InputError(

@@ -28,9 +28,13 @@ SLACK = 4096
 MOST = 64 << 20  # bytes of one reply
 
 
-def most_bytes(expected: str) -> int:
-    """No right value has a longer text than this, so nothing longer need be read."""
-    return min(LONGER * len(expected) + SLACK, MOST)
+def most_bytes(expected: int) -> int:
+    """No right value has a longer text than this, so nothing longer need be read.
+
+    Args:
+        expected: length of the expected value's text.
+    """
+    return min(LONGER * expected + SLACK, MOST)
 
 
 class Judge:
@@ -51,7 +55,7 @@ class Judge:
     def right(self, index: int, returned: str) -> bool:
         """Whether the value of input `index` is right; False for a text that is no value."""
         wanted = self._expected[index]
-        if self._oracle is None and returned == wanted and _equal_to_itself(wanted):
+        if self._oracle is None and returned == wanted and is_equal_to_itself(wanted):
             return True
         try:
             value = decode(returned)
@@ -69,7 +73,8 @@ class Judge:
         return FLOAT_ATOL if self._problem.atol == 0 and any(seen) else self._problem.atol
 
 
-def _equal_to_itself(text: str) -> bool:
+def is_equal_to_itself(text: str) -> bool:
+    """Whether a value's text is that of a value which equals itself: no NaN, nothing opaque."""
     return '{"opaque":' not in text and '{"float":"nan"}' not in text
 
 

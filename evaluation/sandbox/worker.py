@@ -81,6 +81,7 @@ class Job(TypedDict):
     cpu_seconds: int
     trim: bool  # cut the program to its longest prefix of lines that parses
     as_set: bool  # the value asked for is set(what the program returns)
+    large: int  # bytes above which a value is told by its digest
 
 
 def main() -> None:
@@ -258,7 +259,7 @@ def call(job: Job, replies: int) -> None:
         try:
             arguments = decode(text)
             value = function(*arguments)
-            reply = encode(set(value) if job["as_set"] else value).encode("ascii")
+            reply = encode(set(value) if job["as_set"] else value, job["large"]).encode("ascii")
         except BaseException as error:
             tell_exception(error, replies)
         else:
@@ -267,8 +268,7 @@ def call(job: Job, replies: int) -> None:
 
 
 def tell(reply: bytes, replies: int) -> None:
-    write_all(replies, LENGTH.pack(len(reply)))
-    write_all(replies, reply)
+    write_all(replies, LENGTH.pack(len(reply)) + reply)
 
 
 def tell_exception(error: BaseException, replies: int) -> None:

@@ -123,7 +123,7 @@ def test_no_equal_value_has_a_longer_text_than_allowed(expected: Any) -> None:
 
     value = longest(expected)
     assert value == expected
-    assert len(encode(value)) <= most_bytes(encode(expected))
+    assert len(encode(value)) <= most_bytes(len(encode(expected)))
 
 
 # --------------------------------------------------------------------------------------- oracles
@@ -262,6 +262,53 @@ class TestInTheSandbox:
         programs = [task.reference, "def half(x): return [x] * 3_999_999 + [0]"]
         verdicts = grade({"Half/0": task}, [Sample("Half/0", text) for text in programs])
         assert [v.plus for v in verdicts] == [True, False]
+
+    @pytest.mark.parametrize(
+        ("body", "right"),
+        [
+            ("[x / 2 + n for n in range(40_000)]", True),
+            ("[x / 2 + n if n else x // 2 for n in range(40_000)]", True),  # 2 == 2.0
+            ("[x / 2 + n + 1e-12 * (n == 9) for n in range(40_000)]", True),  # within 1e-6
+            ("[x / 2 + n + 1e-3 * (n == 9) for n in range(40_000)]", False),
+            ("tuple(x / 2 + n for n in range(40_000))", False),
+            ("[np.float64(x / 2 + n) for n in range(40_000)]", True),
+        ],
+    )
+    def test_a_long_value_that_has_not_the_expected_digest_is_compared_whole(
+        self, cache: Path, body: str, right: bool
+    ) -> None:
+        """40,000 floats are 360 kB marshalled, far above `SHORT`."""
+        task = problem(
+            reference="def half(x): return [x / 2 + n for n in range(40_000)]",
+            raw={"base": [[4]], "plus": [[6]]},
+        )
+        text = f"import numpy as np\ndef half(x): return {body}"
+        (verdict,) = grade({"Half/0": task}, [Sample("Half/0", text)])
+        assert (verdict.base, verdict.plus) == (right, right), verdict.reason
+        (kept,) = cache.rglob("Half_0-*.json.gz")
+        with gzip.open(kept, "rt") as file:
+            (value,) = json.load(file)["base"]["values"]
+        assert value.startswith('{"digest":')
+        assert right or ("returned" in verdict.reason and "expected [2.0,3.0," in verdict.reason)
+
+    def test_long_values_with_nan_are_never_equal_by_their_digests(self) -> None:
+        """nan == nan is false, and so is evalplus's verdict."""
+        reference = "def half(x): return [float('nan'), *map(float, range(40_000))]"
+        task = problem(reference=reference)
+        (verdict,) = grade({"Half/0": task}, [Sample("Half/0", reference)])
+        assert not verdict.base
+
+    def test_damaged_whole_values_are_told_and_then_found_again(self, cache: Path) -> None:
+        task = problem(reference="def half(x): return [x] * 40_000")
+        other = Sample("Half/0", "def half(x): return [float(x)] * 40_000")
+        assert grade({"Half/0": task}, [other])[0].plus
+        (path,) = cache.rglob("whole-Half_0-*.json.gz")
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(InputError, match="damaged while grading; start again"):
+            grade({"Half/0": task}, [other])
+        assert grade({"Half/0": task}, [other])[0].plus
+        path.unlink()
+        assert grade({"Half/0": task}, [other])[0].plus
 
     def test_a_timeout_is_tried_once_more_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grading, "MIN_SECONDS", 0.3)

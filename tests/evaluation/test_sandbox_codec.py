@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from decimal import Decimal
@@ -61,6 +62,20 @@ def test_plain_data_comes_back_equal_and_of_the_same_types(value: Any) -> None:
     assert back == value
     assert type(back) is type(value)
     assert encode(back) == text
+
+
+@given(
+    st.lists(
+        st.sampled_from([2**63 - 1, 2**63, -(2**63), 1 - 2**63, 10**400, 0, True, 0.5, 1e300])
+        | st.sampled_from([math.inf, -math.inf, math.nan, -0.0, None, "a", (), [1]]),
+        max_size=4,
+    )
+)
+def test_lists_that_json_has_whole_are_written_as_item_by_item(items: list[Any]) -> None:
+    written = [json.loads(encode(item)) for item in items]
+    assert json.loads(encode(items)) == written
+    assert json.loads(encode(tuple(items))) == {"tuple": written}
+    assert repr(decode(encode(items))) == repr(items)
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,29 @@ def mutants(problems: Mapping[str, Problem], count: int, seed: int) -> Iterator[
 # --- tables --------------------------------------------------------------------------------------
 
 
-def speed(benchmark: str, problems: Mapping[str, Problem], truths: Truths, found: float) -> str:
-    """A row: reference solutions through both, ours first, with the truths at hand."""
+class Speed(NamedTuple):
+    """Reference solutions through both: seconds, how many passed, seconds of finding the truth."""
+
+    samples: int
+    ours: float
+    theirs: float
+    right: int
+    also_right: int
+    our_truth: float
+    their_truth: float
+
+    def row(self, benchmark: str) -> str:
+        return (
+            f"| {benchmark} | {self.samples} | {self.ours:.1f} | {self.theirs:.1f} "
+            f"| {self.theirs / self.ours:.2f} | {self.right} | {self.also_right} "
+            f"| {self.our_truth:.1f} | {self.their_truth:.1f} |"
+        )
+
+
+def speed(
+    benchmark: str, problems: Mapping[str, Problem], truths: Truths, their_truth: float
+) -> Speed:
+    """Reference solutions through both, ours first, with the truths at hand."""
     samples = [Sample(problem.task_id, problem.reference) for problem in problems.values()]
     started = time.perf_counter()
     grade(problems, samples, WORKERS)
@@ -204,11 +225,8 @@ def speed(benchmark: str, problems: Mapping[str, Problem], truths: Truths, found
         if (verdict.base, verdict.plus) != (peer.base, peer.plus):
             print(_difference("reference", verdict, peer, None), flush=True)
     right = sum(verdict.plus for verdict in verdicts)
-    also = sum(peer.plus for peer in peers)
-    return (
-        f"| {benchmark} | {len(samples)} | {seconds:.1f} | {theirs:.1f} | {theirs / seconds:.2f} "
-        f"| {right} | {also} | {first - seconds:.1f} | {found:.1f} |"
-    )
+    also_right = sum(peer.plus for peer in peers)
+    return Speed(len(samples), seconds, theirs, right, also_right, first - seconds, their_truth)
 
 
 def parity(
@@ -281,25 +299,26 @@ def main() -> None:
         sys.path.insert(0, str(arguments.evalplus.resolve()))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # before evalplus is imported: both begin cold
-        rows, verdicts = [], []
+        speeds: dict[str, Speed] = {}
+        verdicts = []
         for benchmark in arguments.benchmarks:
             problems = load_problems(benchmark, arguments.data).by_id
             started = time.perf_counter()
             truths = peer_truths(benchmark, problems)
             found = time.perf_counter() - started
             if not arguments.only_verdicts:
-                rows.append(speed(benchmark, problems, truths, found))
+                speeds[benchmark] = speed(benchmark, problems, truths, found)
             count = arguments.mutants // len(arguments.benchmarks)
             if arguments.records is not None:
                 verdicts.append(completions(benchmark, problems, truths, arguments.records))
             if count:
                 verdicts.append(parity(benchmark, problems, truths, count, arguments.seed))
-    print(
-        "\n| references | n | ours, s | evalplus, s | times | right, ours | right, evalplus ",
-        end="",
-    )
-    print("| truth, ours, s | truth, evalplus, s |\n|---|" + "---:|" * 8)
-    print("\n".join(rows))
+    if speeds:
+        print("\n| references | n | ours, s | evalplus, s | times | right, ours ", end="")
+        print("| right, evalplus | truth, ours, s | truth, evalplus, s |\n|---|" + "---:|" * 8)
+        for benchmark, each in speeds.items():
+            print(each.row(benchmark))
+        print(Speed(*map(sum, zip(*speeds.values(), strict=True))).row("all"))
     if verdicts:
         print(
             "\n| programs | n | same verdicts | pass, ours | pass, evalplus |\n|---|" + "---:|" * 4

@@ -1,4 +1,5 @@
-"""A progress bar with an ETA; where there is no terminal, plain lines."""
+"""A progress bar with an ETA, and one below for its present part; where there is no terminal,
+plain lines."""
 
 from __future__ import annotations
 
@@ -32,18 +33,27 @@ class Bar(Protocol):
 
     def advance(self, units: float = 1) -> None: ...
 
-    def describe(self, text: str) -> None: ...
+    def describe(self, text: str, part: float | None = None) -> None:
+        """What is being done; with `part`, the units it has, it gets a bar of its own."""
+        ...
 
 
 class _TerminalBar:
     def __init__(self, progress: Progress, text: str, total: float) -> None:
-        self._progress, self._task = progress, progress.add_task(text, total=total)
+        self._progress, self._text = progress, text
+        self._tasks = [progress.add_task(text, total=total)]  # the whole, and its present part
 
     def advance(self, units: float = 1) -> None:
-        self._progress.advance(self._task, units)
+        for task in self._tasks:
+            self._progress.advance(task, units)
 
-    def describe(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
+    def describe(self, text: str, part: float | None = None) -> None:
+        for task in self._tasks[1:]:
+            self._progress.remove_task(task)
+        del self._tasks[1:]
+        self._progress.update(self._tasks[0], description=text if part is None else self._text)
+        if part is not None:
+            self._tasks.append(self._progress.add_task(text, total=part))
 
 
 class _LineBar:
@@ -51,6 +61,7 @@ class _LineBar:
 
     def __init__(self, text: str, total: float) -> None:
         self._text, self._total, self._done = text, total, 0.0
+        self._part, self._begun = 0.0, 0.0  # units of what is being done, and those before it
         self._start = self._last = time.monotonic()
         self._print(text)
 
@@ -61,9 +72,11 @@ class _LineBar:
             return
         self._last = now
         left = (now - self._start) * (self._total - self._done) / self._done
-        self._print(f"{self._text}, {_clock(left)} left")
+        part = f" ({(self._done - self._begun) / self._part:.0%})" if self._part else ""
+        self._print(f"{self._text}{part}, {_clock(left)} left")
 
-    def describe(self, text: str) -> None:
+    def describe(self, text: str, part: float | None = None) -> None:
+        self._part, self._begun = part or 0.0, self._done
         if text != self._text:
             self._text = text
             self._print(text)

@@ -412,7 +412,8 @@ def _answer_here(
         shown.describe(f"{planned.name} · loading")
         runtime = load(planned, families[form], experiment, reports[form])
         for task in group:
-            shown.describe(f"{planned.name} · {task.bench.name}")
+            units = len(set(task.keys) - done) * planned.components
+            shown.describe(f"{planned.name} · {task.bench.name}", units)
             done |= _answer_task(experiment, runtime, task, done, store, shown)
         del runtime
         gc.collect()  # a GPU's memory is free again before the next model comes

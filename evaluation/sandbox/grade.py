@@ -3,10 +3,9 @@
 A program is run twice, on the base and then on the extra inputs, each time in a fresh process;
 values come out one by one and are judged here; the first wrong one ends the run. Long values come
 as digests first; where one is not the expected digest, the run is made again with whole values,
-since 1 and 1.0 are both right. The limits are
-evalplus's current ones: an input may take 4 s, or four times what the reference solution took, and
-all of them together a minute. What hit a time limit is run once more at the end, alone, since a
-busy machine must not fail a right program.
+since 1 and 1.0 are both right. The limits are evalplus's current ones: an input may take 4 s, or
+four times what the reference solution took, and all of them together a minute. What hit a time
+limit is run once more at the end, alone, since a busy machine must not fail a right program.
 
 pass@1 with one greedy sample a problem is the share of right programs (Chen et al. 2021).
 """

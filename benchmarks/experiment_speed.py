@@ -8,7 +8,9 @@ DATA is the folder with the four benchmark files, EXPERTS the one with the adapt
 included, from a cache without merges. **By hand** is what one does with the peers: GSM8K and MATH
 by lm-eval's `HFLM`, HumanEval+ and MBPP+ by evalplus's own decoder for transformers (one completion
 at a time, as it has it) and its grader. The peers find merged checkpoints ready, and the
-composition as a model that transformers can generate with. Converted models and ground truths are
+composition as a model that transformers can generate with. One thing is mended for evalplus: its
+decoder wraps the model's stopping criteria anew for every problem and never unwraps them, so that
+problem n copies n tokenizers n times; here each problem finds the model as it was. Converted models and ground truths are
 there for both.
 
 Told are seconds by benchmark and in all, and how many scores are the same.
@@ -126,6 +128,7 @@ def code(
     for problem in list(truths.problems.values())[: arguments.limit]:
         prompt = problem["prompt"].strip() + "\n"
         (text,) = decoder.codegen(prompt, do_sample=False, num_samples=1)
+        del model._get_stopping_criteria  # what it put over the class's own
         solution = sanitize(prompt + text, problem["entry_point"])
         samples.append(Sample(problem["task_id"], solution))
     found = peer_grade(name, truths, samples, WORKERS, SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from sums import write_sums
 
 from evaluation import cli
 from evaluation.benchmarks.contract import Generate, Item, Score
@@ -69,8 +69,7 @@ def test_the_probe_reaches_to_the_limit_of_tokens(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def experiment(tmp_path: Path, family: dict[str, Path]) -> Path:
-    rows = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(4)]
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(tmp_path, 4)
     content = {
         "name": "part",
         "base": str(family["base"]),

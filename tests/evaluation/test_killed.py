@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -85,11 +84,7 @@ print("runs", number + 1, "kills", done)
 
 @pytest.fixture
 def experiment(tmp_path: Path, family: dict[str, Path]) -> Path:
-    rows = [
-        {"question": f"{i} + {'1' * (i % 7)}?", "answer": f"It is {i}.\n#### {i}"}
-        for i in range(ITEMS)
-    ]
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(tmp_path, ITEMS, uneven=True)
     content: dict[str, Any] = {
         "name": "killed",
         "base": str(family["base"]),

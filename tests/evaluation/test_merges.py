@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from sums import write_sums
 
 from evaluation import merges
 from evaluation.errors import InputError
@@ -159,10 +160,7 @@ def test_inputs_that_cannot_be_merged_are_told_with_the_models_name(
 
 
 def test_a_run_tells_of_its_merges(family: dict[str, Path], tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    row = json.dumps({"question": "1 + 1?", "answer": "It is 2.\n#### 2"})
-    (data / "gsm8k_test.jsonl").write_text(row + "\n")
+    data = write_sums(tmp_path / "data", 1)
     content = {
         "name": "tiny",
         "base": str(family["base"]),

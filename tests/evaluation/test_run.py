@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sqlite3
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import yaml
 from chat_tokenizers import CHATML
 from safetensors.torch import load_file, save_file
+from sums import write_sums
 from transformers import AutoTokenizer
 
 import evaluation.run as run_module
@@ -33,13 +33,7 @@ COLUMNS = (
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Six problems in GSM8K's format."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    rows = [
-        {"question": f"{i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(6)
-    ]
-    (folder / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return write_sums(tmp_path / "data", 6)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 import stand_in_vllm
 import yaml
+from sums import write_sums
 
 from composition import new_cache
 from evaluation.benchmarks.contract import Generate, Output, Request, Score, Tag
@@ -117,12 +117,7 @@ def experiment(tmp_path: Path, family: dict[str, Path]) -> Path:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-    rows = [
-        {"question": f"{i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(6)
-    ]
-    (tmp_path / "data").mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "data" / "gsm8k_test.jsonl").write_text(text)
+    write_sums(tmp_path / "data", 6)
     content = {
         "name": "served",
         "base": "base",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -18,6 +17,7 @@ import pandas as pd
 import psutil
 import pytest
 import yaml
+from sums import write_sums
 
 import evaluation.run as run_module
 from evaluation import sharding, workers
@@ -81,11 +81,7 @@ def experiment(tmp_path: Path, family: dict[str, Path], monkeypatch: pytest.Monk
     monkeypatch.setitem(BENCHMARKS, "copying", entry)
     monkeypatch.setattr(sharding, "SHARD", SIZE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rows = [
-        {"question": f"{i} + {'1' * (i % 7)}?", "answer": f"It is {i}.\n#### {i}"}
-        for i in range(ITEMS)
-    ]
-    (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sums(tmp_path, ITEMS, uneven=True)
     content: dict[str, Any] = {
         "name": "shared",
         "base": str(family["base"]),

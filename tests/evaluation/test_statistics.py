@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from sums import write_sums
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -123,8 +124,7 @@ def test_faults_of_the_file_are_told_together(tmp_path: Path, family: dict[str, 
 def experiment(tmp_path: Path, family: dict[str, Path]) -> dict[str, Any]:
     spec(tmp_path, family)
     data = [{"file": "rows.jsonl", "prompt": "{q}:", "completion": " {a}"}]
-    row = json.dumps({"question": "1 + 1?", "answer": "It is 2.\n#### 2"})
-    (tmp_path / "gsm8k_test.jsonl").write_text(row + "\n")
+    write_sums(tmp_path, 1)
     return {
         "name": "weighed",
         "base": str(family["base"]),

@@ -10,8 +10,8 @@ by lm-eval's `HFLM`, HumanEval+ and MBPP+ by evalplus's own decoder for transfor
 at a time, as it has it) and its grader. The peers find merged checkpoints ready, and the
 composition as a model that transformers can generate with. One thing is mended for evalplus: its
 decoder wraps the model's stopping criteria anew for every problem and never unwraps them, so that
-problem n copies n tokenizers n times; here each problem finds the model as it was. Converted models and ground truths are
-there for both.
+problem n copies n tokenizers n times; here each problem finds the model as it was. Converted models
+and ground truths are there for both.
 
 Told are seconds by benchmark and in all, and how many scores are the same.
 """

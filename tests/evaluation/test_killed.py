@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from sums import write_sums
 
 KILLS = 20
 ITEMS = 30

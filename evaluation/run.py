@@ -374,7 +374,7 @@ def _answer_all(
 ) -> None:
     done = store.finished(key for task in tasks for key in task.keys)
     open_tasks = [task for task in tasks if set(task.keys) - done]
-    total = sum(len(set(task.keys) - done) * task.planned.components for task in open_tasks)
+    total = sum(_units(task, done) for task in open_tasks)
     left = len({key for task in open_tasks for key in task.keys} - done)
     here = ray is None and experiment.generation.engine == "transformers"
     probe = here and left >= WORTH_A_PROBE
@@ -398,6 +398,11 @@ def _answer_all(
     write_merge_reports(out, told)
 
 
+def _units(task: Task, done: set[str]) -> int:
+    """What is left of a cell, as the progress bars count it: items, times components."""
+    return len(set(task.keys) - done) * task.planned.components
+
+
 def _answer_here(
     experiment: Experiment,
     families: Mapping[Form, Family],
@@ -412,8 +417,7 @@ def _answer_here(
         shown.describe(f"{planned.name} · loading")
         runtime = load(planned, families[form], experiment, reports[form])
         for task in group:
-            units = len(set(task.keys) - done) * planned.components
-            shown.describe(f"{planned.name} · {task.bench.name}", units)
+            shown.describe(f"{planned.name} · {task.bench.name}", _units(task, done))
             done |= _answer_task(experiment, runtime, task, done, store, shown)
         del runtime
         gc.collect()  # a GPU's memory is free again before the next model comes

@@ -40,7 +40,6 @@ from typing import Any
 
 LARGE = 16 << 20  # bytes; one output of Mbpp/255 would be a gigabyte of text
 LARGE_TEXT = 1 << 20
-NEVER = 1 << 62
 MAX_DEPTH = 100
 MANY = 1000  # items of a set; below, equal hashes cost nothing (-1 and -2 have the same)
 SAFE_INT = 1 << 63  # larger ones in hexadecimal, which is read in linear time
@@ -63,13 +62,13 @@ class Opaque:
     name: str
 
 
-def encode(value: Any, large: int = LARGE) -> str:
+def encode(value: Any, large: int | None = LARGE) -> str:
     """The value as ASCII text; what is no plain data becomes opaque, nothing raises for it.
 
     Args:
-        large: marshalled bytes above which the text is a digest; `NEVER` for none.
+        large: marshalled bytes above which the text is a digest; None for never.
     """
-    digest = _digest(value, large)
+    digest = None if large is None else _digest(value, large)
     tree = {"digest": digest} if digest else _tree(value, 0)
     return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
@@ -89,7 +88,7 @@ def decode(text: str) -> Any:
 
 def _digest(value: Any, large: int) -> list[Any] | None:
     """[sha256, bytes] of a large value's marshalled form, which knows no references below 3."""
-    if large == NEVER or isinstance(value, (bool, int, float, type(None))):
+    if isinstance(value, (bool, int, float, type(None))):
         return None
     try:
         data = marshal.dumps(value, 2)
@@ -125,20 +124,13 @@ def _branch(items: Any, depth: int) -> Any:
 def _is_flat(items: Any) -> bool:
     """Whether all are strings, booleans and None, or numbers as JSON has them: told in C."""
     kinds = set(map(type, items))
-    if kinds <= WORDS:
-        return True
+    if kinds <= WORDS or not kinds <= NUMBERS:
+        return kinds <= WORDS
     try:
-        return kinds <= NUMBERS and all(map(math.isfinite, items)) and _are_safe(items)
+        finite = all(map(math.isfinite, items))
     except OverflowError:  # an integer beyond the floats
         return False
-
-
-def _are_safe(numbers: Any) -> bool:
-    return bool(min(numbers) > -SAFE_INT and max(numbers) < SAFE_INT)
-
-
-def _items(tag: str) -> Callable[[Any, int], Any]:
-    return lambda value, depth: {tag: [_tree(item, depth + 1) for item in value]}
+    return finite and bool(min(items) > -SAFE_INT and max(items) < SAFE_INT)
 
 
 def _unordered(tag: str) -> Callable[[Any, int], Any]:
@@ -209,7 +201,7 @@ def _value(tree: Any, depth: int) -> Any:
     if depth > MAX_DEPTH + 1:
         raise CodecError(f"nesting of more than {MAX_DEPTH}")
     if isinstance(tree, list):
-        return tree if _is_leafy(tree) else [_value(item, depth + 1) for item in tree]
+        return _sequence(tree, depth + 1)
     if not isinstance(tree, dict):
         return tree
     if len(tree) != 1:
@@ -218,10 +210,6 @@ def _value(tree: Any, depth: int) -> Any:
     if tag not in _READERS:
         raise CodecError(f"unknown tag {tag[:40]!r}")
     return _READERS[tag](body, depth + 1)
-
-
-def _is_leafy(items: list[Any]) -> bool:
-    return {list, dict}.isdisjoint(map(type, items))
 
 
 def _listed(body: Any) -> list[Any]:
@@ -238,7 +226,9 @@ def _text(body: Any) -> str:
 
 def _sequence(body: Any, depth: int) -> list[Any]:
     items = _listed(body)
-    return items if _is_leafy(items) else [_value(item, depth) for item in items]
+    if {list, dict}.isdisjoint(map(type, items)):
+        return items
+    return [_value(item, depth) for item in items]
 
 
 def _parts(body: Any, depth: int, count: int) -> list[Any]:

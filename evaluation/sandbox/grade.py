@@ -29,7 +29,15 @@ from evaluation.sandbox.pool import Sandboxes, counter
 from evaluation.sandbox.problems import RELEASES, Problem, Tests, load_problems
 from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
 from evaluation.sandbox.samples import Sample, read_samples
-from evaluation.sandbox.truth import SHORT, TESTS, Truth, find_truth, load_truth, truth_path
+from evaluation.sandbox.truth import (
+    SHORT,
+    TESTS,
+    Truth,
+    find_truth,
+    load_truth,
+    truth_path,
+    whole_path,
+)
 from evaluation.sandbox.values import Judge, most_bytes
 
 MIN_SECONDS = 4.0  # an input
@@ -145,8 +153,10 @@ def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> 
     reason = ""
     for tests in TESTS:
         try:
-            if not truth[tests].shortened or not _is_same(problem, sample, truth[tests], sandbox):
-                _run_tests(problem, sample, _present(path, whole=True)[tests], sandbox)
+            if not truth[tests].shortened:
+                _run_tests(problem, sample, truth[tests], sandbox)
+            elif not _is_same(problem, sample, truth[tests], sandbox):
+                _run_tests(problem, sample, _present(whole_path(path))[tests], sandbox)
         except Stopped as stopped:
             status, reason = stopped.status, f"{tests} tests: {stopped.reason}"
             break
@@ -155,10 +165,10 @@ def _verdict(problem: Problem, path: Path, sample: Sample, sandbox: Sandbox) -> 
     return Verdict(problem.task_id, status, passed["base"], passed["plus"], reason, seconds)
 
 
-def _present(path: Path, whole: bool = False) -> dict[Tests, Truth]:
-    truth = load_truth(path, whole)
+def _present(path: Path) -> dict[Tests, Truth]:
+    truth = load_truth(path)
     if truth is None:
-        path.unlink(missing_ok=True)  # so that it is found again, and all that belongs to it
+        path.unlink(missing_ok=True)  # so that it is found again
         raise InputError(f"{path}: gone or damaged while grading; start again")
     return truth
 
@@ -168,15 +178,15 @@ def _is_same(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox) -
 
     False says nothing yet: a value may be right without that.
     """
-    with closing(_returned(problem, sample, truth, sandbox, SHORT)) as values:
-        return all(text == truth.values[place] for place, text in values)
+    with closing(_returned(problem, sample, truth, sandbox, SHORT)) as texts:
+        return all(text == wanted for text, wanted in zip(texts, truth.values, strict=True))
 
 
 def _run_tests(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox) -> None:
     """Runs a program on the inputs; raises `Stopped` at the first that is not right."""
     judge = Judge(problem, truth.inputs, truth.values)
-    with closing(_returned(problem, sample, truth, sandbox)) as values:
-        for place, text in values:
+    with closing(_returned(problem, sample, truth, sandbox)) as texts:
+        for place, text in enumerate(texts):
             if not judge.right(place, text):
                 found, wanted = _short(text), _short(truth.values[place])
                 raise Stopped("fail", f"input {place} returned {found}, expected {wanted}")
@@ -184,8 +194,8 @@ def _run_tests(problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox)
 
 def _returned(
     problem: Problem, sample: Sample, truth: Truth, sandbox: Sandbox, large: int = LARGE
-) -> Generator[tuple[int, str], None, None]:
-    """The number of each input and what the program returns for it, as text."""
+) -> Generator[str, None, None]:
+    """What the program returns for each input, as text."""
     limits = [max(MIN_SECONDS, FACTOR * seconds) for seconds in truth.seconds]
     budget = Budget(
         loading_seconds=MIN_SECONDS,
@@ -200,7 +210,7 @@ def _returned(
                 where = f"input {place}" if place >= 0 else "loading the program"
                 raise Stopped("fail", f"{where} raised {reply.raised}")
             if place >= 0:
-                yield place, reply.returned
+                yield reply.returned
 
 
 def _short(text: str) -> str:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from evaluation.errors import InputError
-from evaluation.sandbox.codec import NEVER, decode, encode
+from evaluation.sandbox.codec import decode, encode
 from evaluation.sandbox.oracles import oracle, wants_set
 from evaluation.sandbox.problems import Problem, Tests
 from evaluation.sandbox.process import Budget, Program, Sandbox, Stopped
@@ -44,7 +44,11 @@ class Truth(NamedTuple):
     values: list[str]  # what the reference solution returns, as text
     seconds: list[float]  # what it took
     lengths: list[int]  # of the values' whole texts
-    shortened: bool = False  # whether some values are the digests of longer ones
+
+    @property
+    def shortened(self) -> bool:
+        """Whether some values are the digests of longer ones."""
+        return self.lengths != [len(text) for text in self.values]
 
 
 def truth_path(problem: Problem) -> Path:
@@ -54,21 +58,16 @@ def truth_path(problem: Problem) -> Path:
     return _folder() / f"{problem.task_id.replace('/', '_')}-{digest[:20]}.json.gz"
 
 
-def load_truth(path: Path, whole: bool = False) -> dict[Tests, Truth] | None:
-    """The truth in a file; None where it is missing or damaged, and so to be found again.
-
-    Args:
-        whole: with every value's whole text.
-    """
-    longer = whole_path(path)
+def load_truth(path: Path) -> dict[Tests, Truth] | None:
+    """The truth in a file; None where it is missing or damaged, and so to be found again."""
     try:
-        with gzip.open(longer if whole and longer.exists() else path, "rt") as file:
+        with gzip.open(path, "rt", encoding="ascii") as file:
             stored = json.load(file)
         truth = {tests: Truth(**stored[tests]) for tests in TESTS}
-        lacking = any(each.shortened for each in truth.values()) and (whole or not longer.exists())
-        return None if lacking else truth
+        lacking = any(each.shortened for each in truth.values()) and not whole_path(path).exists()
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         return None
+    return None if lacking else truth
 
 
 def find_truth(problem: Problem, path: Path, sandbox: Sandbox) -> dict[Tests, Truth]:
@@ -98,22 +97,20 @@ def _store(truth: dict[Tests, Truth], path: Path) -> None:
 
 
 def _shorten(problem: Problem, truth: Truth) -> Truth:
-    """With digests for long values, where equal digests mean that a value is right."""
-    if oracle(problem) is not None or max(truth.lengths, default=0) < LEAST_LETTERS:
+    """With digests for long values, where equal texts mean that all values are right."""
+    if oracle(problem) is not None or not all(map(is_equal_to_itself, truth.values)):
         return truth
-    values = [_short(text) for text in truth.values]
-    return truth._replace(values=values, shortened=values != truth.values)
-
-
-def _short(text: str) -> str:
-    if len(text) < LEAST_LETTERS or not is_equal_to_itself(text):
-        return text
-    return encode(decode(text), SHORT)
+    values = [
+        text if len(text) < LEAST_LETTERS else encode(decode(text), SHORT) for text in truth.values
+    ]
+    return truth._replace(values=values)
 
 
 def _run(problem: Problem, tests: Tests, sandbox: Sandbox) -> Truth:
     program = Program(problem.reference, problem.entry_point, as_set=wants_set(problem))
-    truth = Truth([encode(arguments, NEVER) for arguments in problem.inputs(tests)], [], [], [])
+    truth = Truth(
+        [encode(arguments, large=None) for arguments in problem.inputs(tests)], [], [], []
+    )
     count = len(truth.inputs)
     budget = Budget(
         REFERENCE_SECONDS, [REFERENCE_SECONDS] * count, REFERENCE_SECONDS, [MOST] * count

@@ -298,6 +298,13 @@ class TestInTheSandbox:
         (verdict,) = grade({"Half/0": task}, [Sample("Half/0", reference)])
         assert not verdict.base
 
+    def test_a_nan_among_long_values_is_never_equal_to_itself(self) -> None:
+        """The long value of input 0 has the expected digest; input 1 returns nan, as expected."""
+        reference = "def half(x): return [0.5] * 40_000 if x == 1 else float('nan')"
+        task = problem(reference=reference)
+        (verdict,) = grade({"Half/0": task}, [Sample("Half/0", reference)])
+        assert verdict.reason.startswith("base tests: input 1 returned")
+
     def test_damaged_whole_values_are_told_and_then_found_again(self, cache: Path) -> None:
         task = problem(reference="def half(x): return [x] * 40_000")
         other = Sample("Half/0", "def half(x): return [float(x)] * 40_000")
